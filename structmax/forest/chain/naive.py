@@ -1,0 +1,43 @@
+"""The linear chain in plain torch: the forward recursion as it is written in textbooks.
+
+    α₁(j) = u₁(j),   αₜ(j) = uₜ(j) + log Σᵢ exp(αₜ₋₁(i) + Tₜ(i, j)),   A = log Σⱼ exp α_len(j)
+
+Letters: B batch, n positions, c tags. ``unary (B, n, c)``; ``transition (B, s, c, c)`` as
+``[from, to]``, s = n − 1 steps or s = 1 shared by all steps; ``lengths (B)``, at least 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from structmax.smoothing import Hard, Shannon, Smoothing
+
+
+def value(
+    unary: Tensor, transition: Tensor, lengths: Tensor, omega: Smoothing | None = None
+) -> Tensor:
+    """A ``(B)``. Padding is replaced by zeros first, so nothing of it reaches a derivative."""
+    omega = omega or Shannon()
+    n, steps = unary.shape[1], transition.shape[1]
+    position = torch.arange(n, device=unary.device)
+    inside = position < lengths[:, None]  # (B, n)
+    u = torch.where(inside[..., None], unary, 0.0).double()
+    edges = transition.double()
+    if steps != 1:
+        edges = torch.where(inside[:, 1:, None, None], transition, 0.0).double()
+    alpha = u[:, 0]
+    for t in range(1, n):
+        x = alpha[:, :, None] + edges[:, t - 1 if steps != 1 else 0]  # (B, c, c)
+        alpha = torch.where(inside[:, t, None], u[:, t] + omega.max(x.mT), alpha)
+    return omega.max(alpha).to(unary.dtype)
+
+
+def argmax(unary: Tensor, transition: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """The best score ``(B)`` and its tags ``(B, n)``, −1 in the padding."""
+    with torch.enable_grad():
+        leaf = unary.detach().requires_grad_()
+        best = value(leaf, transition.detach(), lengths, Hard())
+        (z,) = torch.autograd.grad(torch.where(best == -torch.inf, 0.0, best).sum(), leaf)
+    inside = torch.arange(unary.shape[1], device=unary.device) < lengths[:, None]
+    return best.detach(), torch.where(inside, z.argmax(-1), -1)

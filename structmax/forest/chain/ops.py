@@ -1,0 +1,106 @@
+"""The dense chain as torch functions: a differentiable primitive (Shannon) and Viterbi.
+
+Scores: ``unary (*batch, n, c)`` and ``transition (*batch, s, c, c)``, s ∈ {1, n − 1}; constant:
+``lengths (*batch)``. The kernels know γ = 1 only: γ·A(θ/γ) has gradient μ(θ/γ) and Hessian
+∇²A(θ/γ)/γ.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from structmax.forest.chain import naive
+from structmax.primitive import (
+    Omega,
+    Primitive,
+    Tensors,
+    backend_for,
+    flatten_batch,
+    register,
+    to_front,
+)
+from structmax.smoothing import from_code
+
+
+def _engine(scores: Tensor) -> ModuleType:
+    return importlib.import_module(f"structmax.forest.chain.{backend_for(scores)}")
+
+
+def _scaled(tensors: Tensors, gamma: float) -> list[Tensor]:
+    return list(tensors) if gamma == 1.0 else [t / gamma for t in tensors]
+
+
+def _naive(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
+    return naive.value(scores[0], scores[1], constants[0], from_code(omega))
+
+
+def _value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
+    if backend_for(scores[0]) == "naive":
+        return _naive(scores, constants, key, omega)
+    gamma = omega[1]
+    return gamma * _engine(scores[0]).value(*_scaled(scores, gamma), constants[0])
+
+
+def _gradient(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> list[Tensor]:
+    if backend_for(scores[0]) == "naive":
+        with torch.enable_grad():
+            leaves = [s.detach().requires_grad_() for s in scores]
+            a = _naive(leaves, constants, key, omega)
+            reached = torch.where(a == -torch.inf, 0.0, a)
+            mu = torch.autograd.grad(reached.sum(), leaves, materialize_grads=True)
+        return [a.detach(), *mu]
+    gamma = omega[1]
+    a, *mu = _engine(scores[0]).gradient(*_scaled(scores, gamma), constants[0])
+    return [gamma * a, *mu]
+
+
+def _hvp(
+    scores: Tensors, directions: Tensors, constants: Tensors, key: str, omega: Omega
+) -> list[Tensor]:
+    if backend_for(scores[0]) == "naive":
+        with torch.enable_grad():
+            leaves = [s.detach().requires_grad_() for s in scores]
+            a = _naive(leaves, constants, key, omega)
+            reached = torch.where(a == -torch.inf, 0.0, a)
+            mu = torch.autograd.grad(
+                reached.sum(), leaves, create_graph=True, materialize_grads=True
+            )
+            total = torch.stack([(m * v).sum() for m, v in zip(mu, directions, strict=True)]).sum()
+            if not total.requires_grad:
+                return [torch.zeros_like(s) for s in scores]
+            return list(torch.autograd.grad(total, leaves, materialize_grads=True))
+    gamma = omega[1]
+    w = _engine(scores[0]).hvp(*_scaled(scores, gamma), *directions, constants[0])
+    return _scaled(w, gamma)
+
+
+chain = Primitive("chain", (2, 3), (0,), _value, _gradient, _hvp, _naive)
+
+
+def _run_argmax(unary: Tensor, transition: Tensor, lengths: Tensor) -> list[Tensor]:
+    batch, n = unary.shape[:-2], unary.shape[-2]
+    flat = [flatten_batch(t, d) for t, d in ((unary, 2), (transition, 3), (lengths, 0))]
+    best, tags = _engine(unary).argmax(*flat)
+    return [best.reshape(batch), tags.reshape(*batch, n)]
+
+
+argmax = register(
+    "chain_argmax",
+    "(Tensor unary, Tensor transition, Tensor lengths) -> Tensor[]",
+    _run_argmax,
+    lambda unary, transition, lengths: [
+        unary.new_empty(unary.shape[:-2]),
+        lengths.new_empty(unary.shape[:-1], dtype=torch.int64),
+    ],
+)
+
+
+def _argmax_rule(info, in_dims, *tensors):  # type: ignore[no-untyped-def]
+    return argmax(*to_front(tensors, in_dims, info.batch_size)), [0, 0]
+
+
+torch.library.register_vmap(argmax, _argmax_rule)

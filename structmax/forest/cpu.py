@@ -1,0 +1,634 @@
+"""The forest engine on the CPU, compiled by numba.
+
+Items of a batch lie side by side in the innermost dimension of a block (``LANES`` of them), so that
+one load of an index serves all of them and the arithmetic vectorises. Blocks are float64 whatever
+the input: the sums of a long derivation keep their digits, and one compilation serves all dtypes.
+Memory per item is O(nodes + parts): the weight of an edge is recomputed from the node values.
+
+``V (v+1, L)`` node values, the last row 0 for the absent tail; ``S (P+1, L)`` scores, the last row
+0 for the absent part; ``T (v, L)`` what a node needs to give back its backpointers (see ``up``).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from structmax.forest.topology import Forest, Ints
+from structmax.jit import exp, kernel, run_chunks
+from structmax.smoothing import HARD, SHANNON
+
+LANES = 16
+INF = math.inf
+
+
+@kernel
+def level_of_nodes(ptr, tail1, tail2):
+    """Longest distance of each node from the leaves."""
+    v = len(ptr) - 1
+    level = np.zeros(v + 1, np.int32)
+    level[v] = -1
+    for u in range(v):
+        top = -1
+        for e in range(ptr[u], ptr[u + 1]):
+            top = max(top, level[tail1[e]], level[tail2[e]])
+        level[u] = top + 1
+    return level[:v]
+
+
+@kernel
+def size_of_derivations(ptr, tail1, tail2):
+    """The most nodes in a derivation of each node, capped at 2**40."""
+    v = len(ptr) - 1
+    size = np.zeros(v + 1, np.int64)
+    for u in range(v):
+        top = 0
+        for e in range(ptr[u], ptr[u + 1]):
+            top = max(top, size[tail1[e]] + size[tail2[e]])
+        size[u] = min(top + 1, 1 << 40)
+    return size[:v]
+
+
+@kernel
+def threshold(x, degree, lane, peak, gamma, alpha):
+    """τ − peak of Tsallis: Σ [(α−1)(x − τ)/γ]₊^{1/(α−1)} = 1, by Newton kept inside a bracket."""
+    rate, power = (alpha - 1.0) / gamma, 1.0 / (alpha - 1.0)
+    low, high = -1.0 / rate, -(degree ** (1.0 - alpha)) / rate
+    tau = low
+    for _ in range(200):
+        mass, slope = 0.0, 0.0
+        for d in range(degree):
+            base = rate * (x[d, lane] - peak - tau)
+            if base > 0:
+                if alpha == 2.0:
+                    mass += base
+                    slope += 1.0
+                else:
+                    p = base**power
+                    mass += p
+                    slope += p / base
+            elif base != base:
+                return base
+        if mass >= 1.0:
+            low = max(low, tau)
+        else:
+            high = min(high, tau)
+        new = tau + (mass - 1.0) * gamma / slope if slope > 0 else high
+        if not (low <= new <= high):
+            new = 0.5 * (low + high)
+        if abs(new - tau) <= 2e-16 * abs(tau):
+            break
+        tau = new
+    return tau
+
+
+@kernel  # not fast: the same sums must come out whenever they are recomputed
+def options(x, V, S, e0, e1, tail1, tail2, edge_part, peak):
+    """x[d] = θ[part(e)] + V[tail₁] + V[tail₂] of the edges e0..e1, and their largest."""
+    L = peak.shape[0]
+    for lane in range(L):
+        peak[lane] = -INF
+    for e in range(e0, e1):
+        a, b, c, d = tail1[e], tail2[e], edge_part[e], e - e0
+        for lane in range(L):
+            y = V[a, lane] + V[b, lane] + S[c, lane]
+            x[d, lane] = y
+            peak[lane] = y if y > peak[lane] else peak[lane]
+
+
+@kernel(fast=True)
+def up(kind, gamma, alpha, S, V, T, x, last, ptr, tail1, tail2, edge_part, node_part):
+    """Values of nodes 0..last. T holds W = V − θ[part(v)] (Shannon, Hard) or τ (Tsallis)."""
+    L = S.shape[1]
+    peak, total = np.empty(L), np.empty(L)
+    inverse = 1.0 / gamma
+    for v in range(last + 1):
+        e0, e1 = ptr[v], ptr[v + 1]
+        own = node_part[v]
+        options(x, V, S, e0, e1, tail1, tail2, edge_part, peak)
+        if kind == SHANNON:
+            if e1 - e0 > 1:
+                for lane in range(L):
+                    total[lane] = 0.0
+                    peak[lane] = peak[lane] if peak[lane] > -INF else 0.0
+                for d in range(e1 - e0):
+                    for lane in range(L):
+                        total[lane] += exp((x[d, lane] - peak[lane]) * inverse)
+                for lane in range(L):
+                    T[v, lane] = peak[lane] + gamma * math.log(total[lane])
+            else:
+                for lane in range(L):
+                    T[v, lane] = x[0, lane]
+            for lane in range(L):
+                V[v, lane] = T[v, lane] + S[own, lane]
+        elif kind == HARD:
+            for lane in range(L):
+                for d in range(e1 - e0):
+                    if x[d, lane] != x[d, lane]:
+                        peak[lane] = x[d, lane]
+                T[v, lane] = peak[lane]
+                V[v, lane] = peak[lane] + S[own, lane]
+        else:
+            for lane in range(L):
+                value = peak[lane]
+                T[v, lane] = 0.0
+                feasible = value > -INF
+                for d in range(e1 - e0):
+                    if x[d, lane] != x[d, lane]:
+                        feasible, value = False, x[d, lane]
+                if feasible:
+                    tau = threshold(x, e1 - e0, lane, value, gamma, alpha)
+                    rate, power = (alpha - 1.0) / gamma, 1.0 / (alpha - 1.0)
+                    extra, powers = 0.0, 0.0
+                    for d in range(e1 - e0):
+                        base = rate * (x[d, lane] - peak[lane] - tau)
+                        if base > 0:
+                            p = base**power
+                            extra += p * (x[d, lane] - peak[lane])
+                            powers += p * base  # p^α
+                    value += extra - (powers - 1.0) * gamma / (alpha * (alpha - 1.0))
+                    T[v, lane] = peak[lane] + tau
+                V[v, lane] = value + S[own, lane]
+
+
+@kernel(fast=True)
+def weights(kind, gamma, alpha, x, count, T, v):
+    """Replaces the options x of node v by its backpointers q. Nothing where it is infeasible."""
+    L = x.shape[1]
+    inverse = 1.0 / gamma
+    if kind == SHANNON:
+        if count == 1:
+            for lane in range(L):
+                x[0, lane] = 1.0 if x[0, lane] > -INF else x[0, lane] - x[0, lane]
+        for d in range(count if count > 1 else 0):
+            for lane in range(L):
+                x[d, lane] = exp((x[d, lane] - T[v, lane]) * inverse)
+    elif kind == HARD:
+        for lane in range(L):
+            chosen = -1
+            for d in range(count):
+                if chosen < 0 and x[d, lane] == T[v, lane]:
+                    chosen = d
+            for d in range(count):
+                x[d, lane] = 1.0 if d == chosen else 0.0
+    else:
+        rate, power = (alpha - 1.0) / gamma, 1.0 / (alpha - 1.0)
+        for lane in range(L):
+            total = 0.0
+            for d in range(count):
+                base = rate * (x[d, lane] - T[v, lane])
+                x[d, lane] = base**power if base > 0 else 0.0
+                total += x[d, lane]
+            for d in range(count):
+                x[d, lane] /= total
+
+
+@kernel(fast=True)
+def down(kind, gamma, alpha, S, V, T, x, last, goal, ptr, tail1, tail2, edge_part, node_part, G, M):
+    """Expected visits G of nodes and M of parts, from each lane's goal down."""
+    L = S.shape[1]
+    peak = np.empty(L)
+    for lane in range(L):
+        G[goal[lane], lane] = 1.0 if V[goal[lane], lane] > -INF else 0.0
+        if V[goal[lane], lane] != V[goal[lane], lane]:
+            G[goal[lane], lane] = V[goal[lane], lane]
+    for v in range(last, -1, -1):
+        visited = False
+        for lane in range(L):
+            visited |= G[v, lane] != 0
+        if not visited:
+            continue
+        e0, e1 = ptr[v], ptr[v + 1]
+        own = node_part[v]
+        options(x, V, S, e0, e1, tail1, tail2, edge_part, peak)
+        weights(kind, gamma, alpha, x, e1 - e0, T, v)
+        for lane in range(L):
+            M[own, lane] += G[v, lane]
+        for e in range(e0, e1):
+            a, b, c, d = tail1[e], tail2[e], edge_part[e], e - e0
+            for lane in range(L):
+                # a node that is not visited may be infeasible, with weights that are NaN
+                flow = G[v, lane] * x[d, lane] if G[v, lane] != 0 else 0.0
+                G[a, lane] += flow
+                G[b, lane] += flow
+                M[c, lane] += flow
+
+
+@kernel(fast=True)
+def tangent(
+    kind, gamma, alpha, S, V, T, x, last, goal, ptr, tail1, tail2, edge_part, node_part,
+    dS, dV, mean, G, dG, dM,
+):  # fmt: skip
+    """The derivative dM of the expected parts in direction dS (the Hessian-vector product).
+
+    Up: ẋ = dS[part] + V̇[tails], V̇ = dS[part(v)] + Σ q ẋ.  Down: q̇ = s(ẋ − x̄)/γ with s = q^{2−α}
+    and x̄ the mean of ẋ under s (s = q for Shannon; q̇ = 0 for Hard), Ġ[tail] += Ġ q + G q̇.
+    """
+    L = S.shape[1]
+    peak, top, bottom = np.empty(L), np.empty(L), np.empty(L)
+    for v in range(last + 1):
+        e0, e1 = ptr[v], ptr[v + 1]
+        own = node_part[v]
+        options(x, V, S, e0, e1, tail1, tail2, edge_part, peak)
+        weights(kind, gamma, alpha, x, e1 - e0, T, v)
+        for lane in range(L):
+            dV[v, lane], top[lane], bottom[lane] = dS[own, lane], 0.0, 0.0
+        for e in range(e0, e1):
+            a, b, c, d = tail1[e], tail2[e], edge_part[e], e - e0
+            for lane in range(L):
+                dx = dS[c, lane] + dV[a, lane] + dV[b, lane]
+                q = x[d, lane] if V[v, lane] != -INF else 0.0
+                dV[v, lane] += q * dx if q != 0 else 0.0
+                if kind > SHANNON:
+                    s = q ** (2.0 - alpha) if q > 0 else 0.0
+                    top[lane] += s * dx if s > 0 else 0.0
+                    bottom[lane] += s
+        for lane in range(L):
+            if kind > SHANNON:
+                mean[v, lane] = top[lane] / bottom[lane] if bottom[lane] > 0 else 0.0
+            else:
+                mean[v, lane] = dV[v, lane] - dS[own, lane]
+    inverse = 0.0 if kind == HARD else 1.0 / gamma
+    for lane in range(L):
+        G[goal[lane], lane] = 1.0 if V[goal[lane], lane] > -INF else 0.0
+        if V[goal[lane], lane] != V[goal[lane], lane]:
+            G[goal[lane], lane] = V[goal[lane], lane]
+    for v in range(last, -1, -1):
+        visited = False
+        for lane in range(L):
+            visited |= G[v, lane] != 0
+        if not visited:
+            continue
+        e0, e1 = ptr[v], ptr[v + 1]
+        own = node_part[v]
+        options(x, V, S, e0, e1, tail1, tail2, edge_part, peak)
+        weights(kind, gamma, alpha, x, e1 - e0, T, v)
+        for lane in range(L):
+            dM[own, lane] += dG[v, lane]
+        for e in range(e0, e1):
+            a, b, c, d = tail1[e], tail2[e], edge_part[e], e - e0
+            for lane in range(L):
+                q, flow, dflow = x[d, lane], 0.0, 0.0
+                if G[v, lane] != 0 and q != 0:
+                    dx = dS[c, lane] + dV[a, lane] + dV[b, lane]
+                    s = q ** (2.0 - alpha) if kind > SHANNON else q
+                    flow = G[v, lane] * q
+                    dflow = dG[v, lane] * q + G[v, lane] * s * (dx - mean[v, lane]) * inverse
+                G[a, lane] += flow
+                G[b, lane] += flow
+                dG[a, lane] += dflow
+                dG[b, lane] += dflow
+                dM[c, lane] += dflow
+
+
+@kernel
+def walk(
+    kind, gamma, alpha, S, V, T, x, lane, goal, uniform, ptr, tail1, tail2, edge_part, node_part,
+    stack, z,
+):  # fmt: skip
+    """Counts in z the parts of one derivation: the best (Hard), or a draw, one number per visit.
+
+    x needs room for the options of a node in its first column.
+    """
+    width, used, top = z.shape[0], 0, 1
+    stack[0] = goal
+    rate = (alpha - 1.0) / gamma
+    while top > 0:
+        top -= 1
+        v = stack[top]
+        if node_part[v] < width:
+            z[node_part[v]] += 1
+        e0, e1 = ptr[v], ptr[v + 1]
+        total = 0.0
+        for e in range(e0, e1):
+            y = V[tail1[e], lane] + V[tail2[e], lane] + S[edge_part[e], lane]
+            if kind == SHANNON:
+                total += math.exp((y - T[v, lane]) / gamma)
+            elif kind > SHANNON:
+                base = rate * (y - T[v, lane])
+                total += base ** (1.0 / (alpha - 1.0)) if base > 0 else 0.0
+            elif y == T[v, lane] and total == 0.0:
+                total = 1.0
+                x[0, 0] = e
+            if kind != HARD:
+                x[e - e0, 0] = total
+        if kind == HARD:
+            chosen = int(x[0, 0])
+        else:
+            target = uniform[used] * total
+            used += 1
+            chosen = e0
+            while chosen < e1 - 1 and not (x[chosen - e0, 0] > target):
+                chosen += 1
+        if edge_part[chosen] < width:
+            z[edge_part[chosen]] += 1
+        for tail in (tail2[chosen], tail1[chosen]):
+            if tail < ptr.shape[0] - 1:
+                stack[top] = tail
+                top += 1
+
+
+@kernel
+def walks(
+    kind, gamma, alpha, S, V, T, x, goal, uniform, ptr, tail1, tail2, edge_part, node_part, stack, z
+):
+    """``walk`` for every lane and every draw; NaN counts where there is no derivation."""
+    for lane in range(S.shape[1]):
+        for s in range(z.shape[0]):
+            if V[goal[lane], lane] > -INF:
+                walk(
+                    kind, gamma, alpha, S, V, T, x, lane, goal[lane], uniform[s, lane],
+                    ptr, tail1, tail2, edge_part, node_part, stack, z[s, lane],
+                )  # fmt: skip
+            else:
+                z[s, lane] = np.nan
+
+
+@kernel
+def kbest_item(
+    S, goal, k, ptr, tail1, tail2, edge_part, node_part, V, back, heap, keys, stack, scores, z
+):
+    """The k best derivations of one item, by a heap at each node (Huang & Chiang, 2005, alg. 2).
+
+    ``V (v+1, k)``; ``back (v, k, 3)``: edge and ranks of its tails; ``heap (cap, 3)``, ``keys``.
+    From the candidate (e, i, j) come (e, i, j+1) and, if j = 0, (e, i+1, 0): each is pushed once.
+    """
+    v_count, width = ptr.shape[0] - 1, z.shape[1]
+    V[v_count, 0] = 0.0
+    for r in range(1, k):
+        V[v_count, r] = -INF
+    for v in range(goal + 1):
+        own = S[node_part[v]]
+        size = 0
+        for e in range(ptr[v], ptr[v + 1]):
+            y = S[edge_part[e]] + V[tail1[e], 0] + V[tail2[e], 0]
+            if y > -INF:
+                size = push(heap, keys, size, y, e, 0, 0)
+        for r in range(k):
+            if size == 0 or own == -INF:
+                V[v, r] = -INF
+                continue
+            V[v, r] = keys[0] + own
+            e, i, j = heap[0, 0], heap[0, 1], heap[0, 2]
+            back[v, r, 0], back[v, r, 1], back[v, r, 2] = e, i, j
+            size = pop(heap, keys, size)
+            if j + 1 < k:
+                y = S[edge_part[e]] + V[tail1[e], i] + V[tail2[e], j + 1]
+                if y > -INF:
+                    size = push(heap, keys, size, y, e, i, j + 1)
+            if j == 0 and i + 1 < k:
+                y = S[edge_part[e]] + V[tail1[e], i + 1] + V[tail2[e], 0]
+                if y > -INF:
+                    size = push(heap, keys, size, y, e, i + 1, 0)
+    for r in range(k):
+        scores[r] = V[goal, r]
+        if not scores[r] > -INF:
+            continue
+        top = 1
+        stack[0, 0], stack[0, 1] = goal, r
+        while top > 0:
+            top -= 1
+            v, rank = stack[top, 0], stack[top, 1]
+            if node_part[v] < width:
+                z[r, node_part[v]] += 1
+            e = back[v, rank, 0]
+            if edge_part[e] < width:
+                z[r, edge_part[e]] += 1
+            i, j = back[v, rank, 1], back[v, rank, 2]
+            for tail, tail_rank in ((tail1[e], i), (tail2[e], j)):
+                if tail < v_count:
+                    stack[top, 0], stack[top, 1] = tail, tail_rank
+                    top += 1
+
+
+@kernel
+def push(heap, keys, size, key, e, i, j):
+    """Adds a candidate to a binary max-heap; returns the new size."""
+    at = size
+    while at > 0 and keys[(at - 1) // 2] < key:
+        up_at = (at - 1) // 2
+        keys[at] = keys[up_at]
+        heap[at] = heap[up_at]
+        at = up_at
+    keys[at] = key
+    heap[at, 0], heap[at, 1], heap[at, 2] = e, i, j
+    return size + 1
+
+
+@kernel
+def pop(heap, keys, size):
+    """Removes the largest; returns the new size."""
+    size -= 1
+    key = keys[size]
+    e, i, j = heap[size, 0], heap[size, 1], heap[size, 2]
+    at = 0
+    while 2 * at + 1 < size:
+        child = 2 * at + 1
+        if child + 1 < size and keys[child + 1] > keys[child]:
+            child += 1
+        if keys[child] <= key:
+            break
+        keys[at] = keys[child]
+        heap[at] = heap[child]
+        at = child
+    keys[at] = key
+    heap[at, 0], heap[at, 1], heap[at, 2] = e, i, j
+    return size
+
+
+@kernel
+def outside(S, V, last, goal, ptr, tail1, tail2, edge_part, node_part, O, M):
+    """M: the best score of a derivation through each part (hard inside V, hard outside O)."""
+    L = S.shape[1]
+    O[:] = -INF
+    M[:] = -INF
+    for lane in range(L):
+        O[goal[lane], lane] = 0.0
+    for v in range(last, -1, -1):
+        own = node_part[v]
+        for lane in range(L):
+            total = O[v, lane] + V[v, lane]
+            if total > M[own, lane]:
+                M[own, lane] = total
+        for e in range(ptr[v], ptr[v + 1]):
+            a, b, c = tail1[e], tail2[e], edge_part[e]
+            for lane in range(L):
+                above = O[v, lane] + S[own, lane] + S[c, lane]
+                O[a, lane] = max(O[a, lane], above + V[b, lane])
+                O[b, lane] = max(O[b, lane], above + V[a, lane])
+                M[c, lane] = max(M[c, lane], above + V[a, lane] + V[b, lane])
+
+
+class Block:
+    """The arrays of one chunk of items, with the bottom-up pass done."""
+
+    def __init__(
+        self, forest: Forest, scores: NDArray, goal: Ints, code: tuple[float, float, float]
+    ) -> None:
+        self.forest, self.goal, self.last = forest, goal, int(goal.max())
+        self.code = (int(code[0]), code[1], code[2])
+        self.lists = (forest.ptr, forest.tail1, forest.tail2, forest.edge_part, forest.node_part)
+        L = len(scores)
+        self.S = self.side_by_side(scores)
+        self.V = np.empty((forest.num_nodes + 1, L))
+        self.V[-1] = 0.0
+        self.T = np.empty((forest.num_nodes, L))
+        self.x = np.empty((forest.max_degree, L))
+        up(*self.code, self.S, self.V, self.T, self.x, self.last, *self.lists)
+
+    def side_by_side(self, rows: NDArray) -> NDArray:
+        """``(L, P)`` to ``(P+1, L)`` in float64, a zero row last."""
+        block = np.zeros((self.forest.num_parts + 1, len(rows)))
+        block[:-1] = rows.T
+        return block
+
+    def values(self) -> NDArray:
+        return self.V[self.goal, np.arange(len(self.goal))]
+
+    def gradient(self) -> NDArray:
+        G, M = np.zeros_like(self.V), np.zeros_like(self.S)
+        down(*self.code, self.S, self.V, self.T, self.x, self.last, self.goal, *self.lists, G, M)
+        return M[:-1].T
+
+    def hvp(self, direction: NDArray) -> NDArray:
+        dS, dV = self.side_by_side(direction), np.zeros_like(self.V)
+        mean, G, dG = np.zeros_like(self.T), np.zeros_like(self.V), np.zeros_like(self.V)
+        dM = np.zeros_like(self.S)
+        tangent(
+            *self.code, self.S, self.V, self.T, self.x, self.last, self.goal, *self.lists,
+            dS, dV, mean, G, dG, dM,
+        )  # fmt: skip
+        return dM[:-1].T
+
+    def walks(self, uniform: NDArray, width: int) -> NDArray:
+        """``(S, L, width)``, a row of uniform numbers ``(S, L, ·)`` for each."""
+        z = np.zeros((*uniform.shape[:2], width))
+        stack = np.empty(int(self.forest.derivation_size[self.goal].max()) + 2, np.int32)
+        walks(
+            *self.code, self.S, self.V, self.T, self.x, self.goal, uniform, *self.lists, stack, z
+        )  # fmt: skip
+        return z
+
+    def max_marginals(self, width: int) -> NDArray:
+        O, M = np.empty_like(self.V), np.empty_like(self.S)
+        outside(self.S, self.V, self.last, self.goal, *self.lists, O, M)
+        return M[:width].T
+
+
+Code = tuple[float, float, float]
+_HARD: Code = (HARD, 1.0, 1.0)
+
+
+def _numpy(tensor: Tensor) -> NDArray:
+    return tensor.detach().contiguous().numpy()
+
+
+def value(forest: Forest, scores: Tensor, goal: Tensor, code: Code) -> Tensor:
+    """A ``(B)`` for scores ``(B, P)``."""
+    out = torch.empty(len(scores), dtype=scores.dtype)
+    theta, goals, a = _numpy(scores), _numpy(goal.int()), out.numpy()
+
+    def task(low: int, high: int) -> None:
+        a[low:high] = Block(forest, theta[low:high], goals[low:high], code).values()
+
+    run_chunks(task, len(scores), forest.num_edges, LANES)
+    return out
+
+
+def gradient(forest: Forest, scores: Tensor, goal: Tensor, code: Code) -> tuple[Tensor, Tensor]:
+    """A ``(B)`` and its gradient ``(B, P)``."""
+    value, mu = torch.empty(len(scores), dtype=scores.dtype), torch.empty_like(scores)
+    theta, goals, a, m = _numpy(scores), _numpy(goal.int()), value.numpy(), mu.numpy()
+
+    def task(low: int, high: int) -> None:
+        block = Block(forest, theta[low:high], goals[low:high], code)
+        a[low:high], m[low:high] = block.values(), block.gradient()
+
+    run_chunks(task, len(scores), forest.num_edges, LANES)
+    return value, mu
+
+
+def hvp(forest: Forest, scores: Tensor, direction: Tensor, goal: Tensor, code: Code) -> Tensor:
+    """The Hessian of A times a direction ``(B, P)``."""
+    out = torch.empty_like(scores, memory_format=torch.contiguous_format)
+    theta, v, goals, w = _numpy(scores), _numpy(direction), _numpy(goal.int()), out.numpy()
+
+    def task(low: int, high: int) -> None:
+        w[low:high] = Block(forest, theta[low:high], goals[low:high], code).hvp(v[low:high])
+
+    run_chunks(task, len(scores), forest.num_edges, LANES)
+    return out
+
+
+def sample(
+    forest: Forest, scores: Tensor, goal: Tensor, uniform: Tensor, code: Code, width: int
+) -> Tensor:
+    """Part counts ``(S, B, width)`` of draws; ``uniform (S, B, ·)`` holds a number per visit."""
+    out = torch.empty(*uniform.shape[:2], width, dtype=scores.dtype)
+    theta, goals, u, z = _numpy(scores), _numpy(goal.int()), _numpy(uniform), out.numpy()
+
+    def task(low: int, high: int) -> None:
+        block = Block(forest, theta[low:high], goals[low:high], code)
+        z[:, low:high] = block.walks(u[:, low:high], width)
+
+    run_chunks(task, len(scores), forest.num_edges, LANES)
+    return out
+
+
+def argmax(forest: Forest, scores: Tensor, goal: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The value under hard max and the part counts ``(B, width)`` of one best derivation."""
+    value = torch.empty(len(scores), dtype=scores.dtype)
+    out = torch.empty(len(scores), width, dtype=scores.dtype)
+    theta, goals, a, z = _numpy(scores), _numpy(goal.int()), value.numpy(), out.numpy()
+
+    def task(low: int, high: int) -> None:
+        block = Block(forest, theta[low:high], goals[low:high], _HARD)
+        a[low:high] = block.values()
+        z[low:high] = block.walks(np.empty((1, high - low, 0)), width)[0]
+
+    run_chunks(task, len(scores), forest.num_edges, LANES)
+    return value, out
+
+
+def max_marginals(forest: Forest, scores: Tensor, goal: Tensor, width: int) -> Tensor:
+    """``(B, width)``: the best score of a derivation that uses each part."""
+    out = torch.empty(len(scores), width, dtype=scores.dtype)
+    theta, goals, m = _numpy(scores), _numpy(goal.int()), out.numpy()
+
+    def task(low: int, high: int) -> None:
+        m[low:high] = Block(forest, theta[low:high], goals[low:high], _HARD).max_marginals(width)
+
+    run_chunks(task, len(scores), forest.num_edges, LANES)
+    return out
+
+
+def kbest(
+    forest: Forest, scores: Tensor, goal: Tensor, k: int, width: int
+) -> tuple[Tensor, Tensor]:
+    """Scores ``(B, k)``, −inf past the last derivation, and part counts ``(B, k, width)``."""
+    best = torch.empty(len(scores), k, dtype=scores.dtype)
+    out = torch.empty(len(scores), k, width, dtype=scores.dtype)
+    theta, goals, a, z = _numpy(scores.double()), _numpy(goal.int()), best.numpy(), out.numpy()
+    lists = (forest.ptr, forest.tail1, forest.tail2, forest.edge_part, forest.node_part)
+
+    def task(low: int, high: int) -> None:
+        V = np.empty((forest.num_nodes + 1, k))
+        back = np.empty((forest.num_nodes, k, 3), np.int32)
+        room = forest.max_degree + 2 * k + 2
+        heap, keys = np.empty((room, 3), np.int32), np.empty(room)
+        stack = np.empty((int(forest.derivation_size[goals[low:high]].max()) + 2, 2), np.int32)
+        value, counts = np.empty(k), np.empty((k, width))
+        for b in range(low, high):
+            counts[:] = 0.0
+            kbest_item(
+                np.append(theta[b], 0.0), goals[b], k, *lists,
+                V, back, heap, keys, stack, value, counts,
+            )  # fmt: skip
+            a[b], z[b] = value, counts
+
+    run_chunks(task, len(scores), forest.num_edges * max(1, k.bit_length()))
+    return best, out

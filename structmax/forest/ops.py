@@ -1,0 +1,167 @@
+"""The forest engine as torch functions: one differentiable primitive and four discrete queries.
+
+Scores are ``(*batch, P)``, goals ``(*batch)``; ``key`` names the forest (``Forest.key`` or
+``topology.name_of``); ``width`` says how many of the leading parts a discrete query reports, since
+a structure's own parts come first and the rest can be many. Kernels are imported on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from structmax.forest.topology import lookup
+from structmax.primitive import (
+    Omega,
+    Primitive,
+    Tensors,
+    backend_for,
+    register,
+    to_front,
+)
+from structmax.smoothing import from_code
+
+
+def _engine(scores: Tensor) -> ModuleType:
+    return importlib.import_module(f"structmax.forest.{backend_for(scores)}")
+
+
+def _omega(scores: Tensor, code: Omega) -> object:
+    return from_code(code) if backend_for(scores) == "naive" else tuple(code)
+
+
+def _naive(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
+    from structmax.forest import naive
+
+    return naive.value(lookup(key), scores[0], constants[0], from_code(omega))
+
+
+def _value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
+    theta = scores[0]
+    return _engine(theta).value(lookup(key), theta, constants[0], _omega(theta, omega))
+
+
+def _gradient(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> list[Tensor]:
+    theta = scores[0]
+    if backend_for(theta) == "naive":
+        with torch.enable_grad():
+            leaf = theta.detach().requires_grad_()
+            a = _naive([leaf], constants, key, omega)
+            reached = torch.where(a == -torch.inf, 0.0, a)
+            (mu,) = torch.autograd.grad(reached.sum(), leaf)
+        return [a.detach(), mu]
+    return list(_engine(theta).gradient(lookup(key), theta, constants[0], tuple(omega)))
+
+
+def _hvp(
+    scores: Tensors, directions: Tensors, constants: Tensors, key: str, omega: Omega
+) -> list[Tensor]:
+    theta, v = scores[0], directions[0]
+    if backend_for(theta) == "naive":
+        with torch.enable_grad():
+            leaf = theta.detach().requires_grad_()
+            a = _naive([leaf], constants, key, omega)
+            a = torch.where(a == -torch.inf, 0.0, a)
+            (mu,) = torch.autograd.grad(a.sum(), leaf, create_graph=True)
+            if not mu.requires_grad:
+                return [torch.zeros_like(leaf)]
+            (w,) = torch.autograd.grad((mu * v).sum(), leaf, allow_unused=True)
+        return [torch.zeros_like(theta) if w is None else w]
+    return [_engine(theta).hvp(lookup(key), theta, v, constants[0], tuple(omega))]
+
+
+forest = Primitive("forest", (1,), (0,), _value, _gradient, _hvp, _naive, hold=lookup)
+
+
+def _flat(scores: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
+    return scores.reshape(-1, scores.shape[-1]), goal.reshape(-1)
+
+
+def _run_argmax(scores: Tensor, goal: Tensor, key: str, width: int) -> list[Tensor]:
+    a, z = _engine(scores).argmax(lookup(key), *_flat(scores, goal), width)
+    batch = scores.shape[:-1]
+    return [a.reshape(batch), z.reshape(*batch, width)]
+
+
+def _run_sample(
+    scores: Tensor, goal: Tensor, uniform: Tensor, key: str, omega: Omega, width: int
+) -> Tensor:
+    batch, draws = scores.shape[:-1], len(uniform)
+    flat = uniform.reshape(draws, batch.numel(), uniform.shape[-1])
+    engine, code = _engine(scores), _omega(scores, omega)
+    z = engine.sample(lookup(key), *_flat(scores, goal), flat, code, width)
+    return z.reshape(draws, *batch, width)
+
+
+def _run_kbest(scores: Tensor, goal: Tensor, key: str, k: int, width: int) -> list[Tensor]:
+    a, z = _engine(scores).kbest(lookup(key), *_flat(scores, goal), k, width)
+    batch = scores.shape[:-1]
+    return [a.reshape(*batch, k), z.reshape(*batch, k, width)]
+
+
+def _run_max_marginals(scores: Tensor, goal: Tensor, key: str, width: int) -> Tensor:
+    m = _engine(scores).max_marginals(lookup(key), *_flat(scores, goal), width)
+    return m.reshape(*scores.shape[:-1], width)
+
+
+argmax = register(
+    "forest_argmax",
+    "(Tensor scores, Tensor goal, str key, int width) -> Tensor[]",
+    _run_argmax,
+    lambda scores, goal, key, width: [
+        scores.new_empty(scores.shape[:-1]),
+        scores.new_empty(*scores.shape[:-1], width),
+    ],
+)
+sample = register(
+    "forest_sample",
+    "(Tensor scores, Tensor goal, Tensor uniform, str key, float[] omega, int width) -> Tensor",
+    _run_sample,
+    lambda scores, goal, uniform, key, omega, width: scores.new_empty(
+        uniform.shape[0], *scores.shape[:-1], width
+    ),
+)
+kbest = register(
+    "forest_kbest",
+    "(Tensor scores, Tensor goal, str key, int k, int width) -> Tensor[]",
+    _run_kbest,
+    lambda scores, goal, key, k, width: [
+        scores.new_empty(*scores.shape[:-1], k),
+        scores.new_empty(*scores.shape[:-1], k, width),
+    ],
+)
+max_marginals = register(
+    "forest_max_marginals",
+    "(Tensor scores, Tensor goal, str key, int width) -> Tensor",
+    _run_max_marginals,
+    lambda scores, goal, key, width: scores.new_empty(*scores.shape[:-1], width),
+)
+
+
+def _register_vmap() -> None:
+    def mapped(op):  # type: ignore[no-untyped-def]
+        def rule(info, in_dims, scores, goal, *rest):  # type: ignore[no-untyped-def]
+            tensors = to_front([scores, goal], in_dims[:2], info.batch_size)
+            out = op(*tensors, *rest)
+            return out, [0] * len(out) if isinstance(out, list) else 0
+
+        return rule
+
+    for op in (argmax, kbest, max_marginals):
+        torch.library.register_vmap(op, mapped(op))
+
+    def sample_rule(info, in_dims, scores, goal, uniform, *rest):  # type: ignore[no-untyped-def]
+        scores, goal = to_front([scores, goal], in_dims[:2], info.batch_size)
+        if in_dims[2] is None:
+            uniform = uniform.unsqueeze(1).expand(-1, info.batch_size, *uniform.shape[1:])
+        else:
+            uniform = uniform.movedim(in_dims[2], 1)
+        return sample(scores, goal, uniform, *rest), 1
+
+    torch.library.register_vmap(sample, sample_rule)
+
+
+_register_vmap()

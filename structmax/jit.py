@@ -1,0 +1,161 @@
+"""Numba set-up shared by all CPU kernels: the decorator, a fast exp, and the thread pool.
+
+Kernels are serial and release the GIL; a batch is cut into chunks that run on a pool of
+``torch.get_num_threads()`` threads. (Numba's own ``prange`` changes torch's thread count and aborts
+after a fork.) Imported on first use only, because importing numba takes a while.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload
+
+# −inf and NaN carry meaning, so the fast-math flags that assume them away stay off.
+FAST = {"reassoc", "contract", "arcp", "nsz"}
+
+
+def kernel(function: Callable[..., Any] | None = None, *, fast: bool = False) -> Any:
+    """Compiles a function on first call, cached on disk where a folder is writable."""
+
+    def compile_it(function: Callable[..., Any]) -> Any:
+        options: dict[str, Any] = {"nogil": True, "fastmath": FAST if fast else False}
+        try:
+            return numba.njit(cache=True, error_model="numpy", **options)(function)
+        except RuntimeError:  # numba found no folder to cache in
+            return numba.njit(cache=False, error_model="numpy", **options)(function)
+
+    return compile_it if function is None else compile_it(function)
+
+
+@intrinsic
+def _float_of_bits32(_context, bits):
+    def generate(_ctx, builder, _signature, args):
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+@intrinsic
+def _float_of_bits64(_context, bits):
+    def generate(_ctx, builder, _signature, args):
+        return builder.bitcast(args[0], ir.DoubleType())
+
+    return types.float64(types.int64), generate
+
+
+def exp(x: float) -> float:
+    """e**x for x ≤ 0 in compiled code, vectorisable, within 2 ulp; underflows to 0; keeps NaN.
+
+    x = k·ln 2 + f with |f| ≤ ½ ln 2 (ln 2 in two pieces, so f is exact), e^f by its Taylor series,
+    2^k by writing the exponent bits.
+    """
+    return math.exp(x)
+
+
+@overload(exp, jit_options={"fastmath": {"contract"}}, inline="never")
+def _exp(x):
+    if x == types.float32:
+        low, log2e = np.float32(-87.0), np.float32(1.4426950408889634)
+        ln2_high, ln2_low = np.float32(0.693359375), np.float32(-2.12194440054690583e-4)
+        half, zero, one = np.float32(0.5), np.float32(0), np.float32(1)
+        c2, c3, c4, c5, c6, c7 = (np.float32(1 / math.factorial(i)) for i in range(2, 8))
+
+        def exp32(x):
+            y = low if x < low else x
+            k = np.floor(y * log2e + half)
+            f = (y - k * ln2_high) - k * ln2_low
+            p = c7
+            p = p * f + c6
+            p = p * f + c5
+            p = p * f + c4
+            p = p * f + c3
+            p = p * f + c2
+            p = p * f + one
+            p = p * f + one
+            scale = _float_of_bits32((np.int32(k) + np.int32(127)) << np.int32(23))
+            return zero if x < low else p * scale
+
+        return exp32
+    if x == types.float64:
+        low64, log2e64 = -708.0, 1.4426950408889634
+        ln2_high64, ln2_low64 = 6.93147180369123816490e-01, 1.90821492927058770002e-10
+        d = tuple(1 / math.factorial(i) for i in range(14))
+        d2, d3, d4, d5, d6, d7, d8, d9, d10, d11, d12, d13 = d[2:]
+
+        def exp64(x):
+            y = low64 if x < low64 else x
+            k = np.floor(y * log2e64 + 0.5)
+            f = (y - k * ln2_high64) - k * ln2_low64
+            p = d13
+            p = p * f + d12
+            p = p * f + d11
+            p = p * f + d10
+            p = p * f + d9
+            p = p * f + d8
+            p = p * f + d7
+            p = p * f + d6
+            p = p * f + d5
+            p = p * f + d4
+            p = p * f + d3
+            p = p * f + d2
+            p = p * f + 1.0
+            p = p * f + 1.0
+            scale = _float_of_bits64((np.int64(k) + np.int64(1023)) << np.int64(52))
+            return 0.0 if x < low64 else p * scale
+
+        return exp64
+    return None
+
+
+_pool: ThreadPoolExecutor | None = None
+_pool_size = 0
+_lock = threading.Lock()
+
+
+def _forget_pool() -> None:
+    """After a fork the pool's threads are gone and the lock may be held: start afresh."""
+    global _pool, _lock
+    _pool, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_pool)
+
+# Below this many elementary steps a call runs in the calling thread: waking another costs more.
+SERIAL_WORK = 30_000
+
+
+def run_chunks(task: Callable[[int, int], None], items: int, work: int, grain: int = 1) -> None:
+    """Runs ``task(low, high)`` over chunks of ``range(items)``, in parallel where it pays.
+
+    ``work`` is the cost of one item in elementary steps; chunks hold at most ``grain`` items if
+    that is above 1 (kernels that lay items out side by side), and no task may wait for another.
+    """
+    global _pool, _pool_size
+    threads = torch.get_num_threads()
+    if items * work < SERIAL_WORK:
+        threads = 1
+    size = max(1, -(-items // threads))
+    size = min(size, grain) if grain > 1 else min(size, max(1, items // (4 * threads)))
+    chunks = [(low, min(low + size, items)) for low in range(0, items, size)]
+    if threads == 1 or len(chunks) <= 1:
+        for low, high in chunks:
+            task(low, high)
+        return
+    with _lock:
+        if _pool is None or _pool_size != threads:
+            _pool = ThreadPoolExecutor(threads, thread_name_prefix="structmax")
+            _pool_size = threads
+        futures = [_pool.submit(task, low, high) for low, high in chunks]
+    for future in futures:
+        future.result()

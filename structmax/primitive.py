@@ -1,0 +1,329 @@
+"""The op recipe: where differentiation is written, once.
+
+A *primitive* is a convex function A(θ) of some score tensors, given by three computations: its
+value A, its gradient μ, and its Hessian-vector product ∇²A·v. This module registers them as custom
+ops (with fake and vmap rules) and ties them together with two ``autograd.Function``s:
+
+    (A, μ) = gradient(θ)      backward(gA, gμ) = gA·μ + ∇²A·gμ,
+    w      = ∇²A·v            backward(gw)     = (∇³A·v·gw by the naive definition,  ∇²A·gw).
+
+The μ in the first backward is the function's own output, so differentiating it again arrives at the
+Hessian-vector product by itself. Everything works under double backward, ``torch.func`` transforms
+(jvp included), ``torch.compile(fullgraph=True)`` and autocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tensors = Sequence[Tensor]
+Omega = Sequence[float]
+
+_library = torch.library.Library("structmax", "FRAGMENT")
+_forced: list[str] = []
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Forces one backend (``"naive"``, ``"cpu"`` or ``"gpu"``) for the calls inside.
+
+    By default a CPU tensor is answered by ``cpu`` and a CUDA tensor by ``gpu``. The setting is
+    global, not per thread, because backward passes may run on other threads.
+
+    >>> import structmax as sx
+    >>> with sx.backend("naive"):
+    ...     value = sx.Choice(torch.tensor([0.0, 0.0])).log_partition()
+    """
+    if name not in ("naive", "cpu", "gpu"):
+        raise ValueError(f'backend must be "naive", "cpu" or "gpu", got {name!r}.')
+    _forced.append(name)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+def backend_for(tensor: Tensor) -> str:
+    """Which backend answers for this tensor."""
+    if _forced:
+        return _forced[-1]
+    if tensor.device.type == "cpu":
+        return "cpu"
+    return "gpu" if tensor.device.type == "cuda" else "naive"
+
+
+def register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Defines ``structmax::name`` and returns it."""
+    _library.define(name + schema)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"structmax::{name}", fake, lib=_library)
+    return getattr(torch.ops.structmax, name).default
+
+
+def is_transforming(tensors: Tensors) -> bool:
+    """Whether autograd, a ``torch.func`` transform or a compiler watches these tensors."""
+    return (
+        torch.compiler.is_compiling()
+        or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+class Primitive:
+    """A convex function of score tensors ``(*batch, *event)``, made differentiable.
+
+    ``score_dims`` and ``constant_dims`` count the event dimensions of each score and of each
+    constant (lengths, goal nodes: integers). The four functions see one flat batch dimension:
+
+    - ``value(scores, constants, key, omega) -> A (B)``
+    - ``gradient(scores, constants, key, omega) -> [A (B), *μ]``
+    - ``hvp(scores, directions, constants, key, omega) -> [*w]``
+    - ``naive(scores, constants, key, omega) -> A (B)``, in plain differentiable torch
+
+    ``key`` names the static problem and ``omega`` is ``Smoothing.code``. ``hold(key)`` returns what
+    must stay alive until the backward pass.
+    """
+
+    by_name: dict[str, Primitive] = {}
+
+    def __init__(
+        self,
+        name: str,
+        score_dims: tuple[int, ...],
+        constant_dims: tuple[int, ...],
+        value: Callable[..., Tensor],
+        gradient: Callable[..., list[Tensor]],
+        hvp: Callable[..., list[Tensor]],
+        naive: Callable[..., Tensor],
+        hold: Callable[[str], object] = lambda key: None,
+    ) -> None:
+        self.name, self.score_dims, self.constant_dims = name, score_dims, constant_dims
+        self.naive, self.hold = naive, hold
+        Primitive.by_name[name] = self
+        tail = "Tensor[] constants, str key, float[] omega) -> Tensor"
+
+        def run_value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
+            batch = self._batch(scores)
+            flat = self._flat(scores, score_dims), self._flat(constants, constant_dims)
+            return value(*flat, key, omega).reshape(batch)
+
+        def run_gradient(
+            scores: Tensors, constants: Tensors, key: str, omega: Omega
+        ) -> list[Tensor]:
+            batch = self._batch(scores)
+            flat = self._flat(scores, score_dims), self._flat(constants, constant_dims)
+            a, *mu = gradient(*flat, key, omega)
+            pairs = zip(mu, scores, strict=True)
+            return [a.reshape(batch), *(m.reshape(s.shape) for m, s in pairs)]
+
+        def run_hvp(
+            scores: Tensors, directions: Tensors, constants: Tensors, key: str, omega: Omega
+        ) -> list[Tensor]:
+            flat = [self._flat(t, score_dims) for t in (scores, directions)]
+            w = hvp(*flat, self._flat(constants, constant_dims), key, omega)
+            return [m.reshape(s.shape) for m, s in zip(w, scores, strict=True)]
+
+        def fake_value(scores: Tensors, *rest: Any) -> Tensor:
+            return scores[0].new_empty(self._batch(scores))
+
+        def fake_like(scores: Tensors, *rest: Any) -> list[Tensor]:
+            return [s.new_empty(s.shape) for s in scores]
+
+        self.value_op = register(
+            f"{name}_value", f"(Tensor[] scores, {tail}", run_value, fake_value
+        )
+        self.gradient_op = register(
+            f"{name}_gradient",
+            f"(Tensor[] scores, {tail}[]",
+            run_gradient,
+            lambda scores, *rest: [fake_value(scores), *fake_like(scores)],
+        )
+        self.hvp_op = register(
+            f"{name}_hvp", f"(Tensor[] scores, Tensor[] directions, {tail}[]", run_hvp, fake_like
+        )
+
+    def _batch(self, scores: Tensors) -> torch.Size:
+        return scores[0].shape[: scores[0].dim() - self.score_dims[0]]
+
+    @staticmethod
+    def _flat(tensors: Tensors, dims: tuple[int, ...]) -> list[Tensor]:
+        """Every tensor with its batch dimensions made one."""
+        return [flatten_batch(t, d) for t, d in zip(tensors, dims, strict=True)]
+
+    def value(self, scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
+        """A, differentiable."""
+        if is_transforming(scores):
+            return self.value_and_gradient(scores, constants, key, omega)[0]
+        return self.value_op(list(scores), list(constants), key, list(omega))
+
+    def value_and_gradient(
+        self, scores: Tensors, constants: Tensors, key: str, omega: Omega
+    ) -> tuple[Tensor, ...]:
+        """``(A, *μ)``, differentiable."""
+        if is_transforming(scores):
+            return _Gradient.apply(self.name, key, tuple(omega), *scores, *constants)
+        return tuple(self.gradient_op(list(scores), list(constants), key, list(omega)))
+
+    def naive_third(
+        self,
+        scores: Tensors,
+        directions: Tensors,
+        cotangents: Tensors,
+        constants: Tensors,
+        key: str,
+        omega: Omega,
+    ) -> tuple[Tensor, ...]:
+        """∇ of ⟨cotangents, ∇²A·directions⟩ in the scores, by the naive definition."""
+        grad = torch.func.grad
+        arguments = tuple(range(len(scores)))
+        shapes = [s.shape for s in scores]
+        flat = self._flat(scores, self.score_dims)
+        along = self._flat(directions, self.score_dims)
+        against = self._flat(cotangents, self.score_dims)
+        fixed = self._flat(constants, self.constant_dims)
+
+        def a(*theta: Tensor) -> Tensor:
+            total = self.naive(list(theta), fixed, key, omega)
+            return torch.where(total == -torch.inf, 0.0, total).sum()
+
+        def first(*theta: Tensor) -> Tensor:
+            return _dot(grad(a, arguments)(*theta), along)
+
+        def second(*theta: Tensor) -> Tensor:
+            return _dot(grad(first, arguments)(*theta), against)
+
+        third = grad(second, arguments)(*flat)
+        return tuple(t.reshape(shape) for t, shape in zip(third, shapes, strict=True))
+
+
+def flatten_batch(tensor: Tensor, event_dim: int) -> Tensor:
+    """One batch dimension; an expanded tensor stays expanded (stride 0) where it can."""
+    batch = tensor.dim() - event_dim
+    if batch == 1:
+        return tensor
+    if batch == 0:
+        return tensor.unsqueeze(0)
+    event = tensor.shape[batch:]
+    if tensor.numel() and all(stride == 0 for stride in tensor.stride()[:batch]):
+        items = tensor.shape[:batch].numel()
+        return tensor[(0,) * batch].expand(items, *event)
+    return tensor.reshape(tensor.shape[:batch].numel(), *event)
+
+
+def _dot(left: Tensors, right: Tensors) -> Tensor:
+    products = [(x * y).sum() for x, y in zip(left, right, strict=True)]
+    return torch.stack(products).sum()
+
+
+def _split(name: str, tensors: Tensors) -> tuple[Tensors, Tensors]:
+    count = len(Primitive.by_name[name].score_dims)
+    return tensors[:count], tensors[count:]
+
+
+def to_front(tensors: Tensors, in_dims: Sequence[int | None], size: int) -> list[Tensor]:
+    """The vmap rule: the mapped dimension becomes one more batch dimension, in front."""
+    return [
+        t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+        for t, dim in zip(tensors, in_dims, strict=True)
+    ]
+
+
+class _Gradient(torch.autograd.Function):
+    """θ ↦ (A, μ)."""
+
+    @staticmethod
+    def forward(name: str, key: str, omega: Omega, *tensors: Tensor) -> tuple[Tensor, ...]:
+        scores, constants = _split(name, tensors)
+        op = Primitive.by_name[name].gradient_op
+        return tuple(op(list(scores), list(constants), key, list(omega)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.name, ctx.key, ctx.omega, *tensors = inputs
+        ctx.count = len(tensors)
+        ctx.save_for_backward(*tensors, *output[1:])
+        ctx.save_for_forward(*tensors, *output[1:])
+        ctx.set_materialize_grads(False)
+        if not torch.compiler.is_compiling():
+            ctx.held = Primitive.by_name[ctx.name].hold(ctx.key)
+
+    @staticmethod
+    def backward(ctx: Any, g_value: Tensor | None, *g_mu: Tensor | None) -> tuple[Any, ...]:
+        primitive = Primitive.by_name[ctx.name]
+        tensors, mu = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        scores, constants = _split(ctx.name, tensors)
+        out: list[Tensor | None] = [None] * len(scores)
+        if g_value is not None:
+            out = [
+                g_value.reshape(g_value.shape + (1,) * d) * m
+                for m, d in zip(mu, primitive.score_dims, strict=True)
+            ]
+        if any(g is not None for g in g_mu):
+            v = [torch.zeros_like(s) if g is None else g for s, g in zip(scores, g_mu, strict=True)]
+            w = _Hvp.apply(ctx.name, ctx.key, ctx.omega, *scores, *v, *constants)
+            out = [b if a is None else a + b for a, b in zip(out, w, strict=True)]
+        return (None, None, None, *out, *([None] * len(constants)))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+        primitive = Primitive.by_name[ctx.name]
+        tensors, mu = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        scores, constants = _split(ctx.name, tensors)
+        given = tangents[3 : 3 + len(scores)]
+        v = [torch.zeros_like(s) if t is None else t for s, t in zip(scores, given, strict=True)]
+        terms = [
+            (m * t).flatten(m.dim() - d).sum(-1)
+            for m, t, d in zip(mu, v, primitive.score_dims, strict=True)
+        ]
+        w = _Hvp.apply(ctx.name, ctx.key, ctx.omega, *scores, *v, *constants)
+        return (torch.stack(terms).sum(0), *w)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, name: str, key: str, omega: Omega, *tensors: Tensor) -> Any:
+        front = to_front(tensors, in_dims[3:], info.batch_size)
+        out = _Gradient.apply(name, key, omega, *front)
+        return out, (0,) * len(out)
+
+
+class _Hvp(torch.autograd.Function):
+    """(θ, v) ↦ ∇²A(θ)·v. Symmetric in v; its derivative in θ runs the naive backend."""
+
+    @staticmethod
+    def forward(name: str, key: str, omega: Omega, *tensors: Tensor) -> tuple[Tensor, ...]:
+        primitive = Primitive.by_name[name]
+        scores, rest = _split(name, tensors)
+        v, constants = _split(name, rest)
+        return tuple(primitive.hvp_op(list(scores), list(v), list(constants), key, list(omega)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.name, ctx.key, ctx.omega, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        if not torch.compiler.is_compiling():
+            ctx.held = Primitive.by_name[ctx.name].hold(ctx.key)
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> tuple[Any, ...]:
+        primitive = Primitive.by_name[ctx.name]
+        scores, rest = _split(ctx.name, ctx.saved_tensors)
+        v, constants = _split(ctx.name, rest)
+        needs = ctx.needs_input_grad[3:]
+        g_scores: Sequence[Tensor | None] = [None] * len(scores)
+        g_v: Sequence[Tensor | None] = [None] * len(scores)
+        if any(needs[: len(scores)]):
+            g_scores = primitive.naive_third(scores, v, g, constants, ctx.key, ctx.omega)
+        if any(needs[len(scores) : 2 * len(scores)]):
+            g_v = _Hvp.apply(ctx.name, ctx.key, ctx.omega, *scores, *g, *constants)
+        return (None, None, None, *g_scores, *g_v, *([None] * len(constants)))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, name: str, key: str, omega: Omega, *tensors: Tensor) -> Any:
+        front = to_front(tensors, in_dims[3:], info.batch_size)
+        out = _Hvp.apply(name, key, omega, *front)
+        return out, (0,) * len(out)

@@ -1,0 +1,1 @@
+"""One file per structure: its parts, its shapes, which engine answers for it."""

@@ -1,0 +1,319 @@
+"""The contract that every structure keeps.
+
+A structure is a set Z of 0/1 vectors z, given by the scores θ of their parts, together with a
+distribution over it. ``Structure`` holds the verbs; a subclass says what its parts are and which
+engine answers for it. What can be derived from other answers is written here, once.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+from torch.distributions.kl import register_kl
+
+from structmax.smoothing import Shannon, Smoothing
+
+
+class TopK(NamedTuple):
+    """The k best structures: z ``(*batch, k, *parts)``, scores and existence ``(*batch, k)``."""
+
+    structures: Tensor
+    scores: Tensor
+    exists: Tensor
+
+
+class Ranked(NamedTuple):
+    """One rank of ``ranked_support``: z ``(*batch, *parts)`` and log-probability ``(*batch)``."""
+
+    structure: Tensor
+    log_prob: Tensor
+
+
+class IntractableError(NotImplementedError):
+    """A query that has no efficient algorithm; the message names what to use instead."""
+
+
+class Structure(Distribution):
+    """A distribution over discrete structures.
+
+    ``batch_shape`` is any number of leading dimensions, ``event_shape`` the shape of z, the
+    indicator of the primary parts. ``smoothing`` is the regularizer Ω of the dynamic program.
+    """
+
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+    has_enumerate_support = True
+    queries: ClassVar[frozenset[str]] = frozenset(
+        [
+            "argmax",
+            "log_partition",
+            "marginals",
+            "sample",
+            "topk",
+            "max_marginals",
+            "log_prob",
+            "score",
+            "entropy",
+            "cross_entropy",
+            "expected_cost",
+            "mbr",
+            "condition",
+            "ranked_support",
+            "enumerate_support",
+        ]
+    )
+    instead: ClassVar[dict[str, str]] = {}
+    """What to use in place of each query that is not in ``queries``."""
+
+    def __init__(
+        self,
+        batch_shape: torch.Size,
+        event_shape: Sequence[int],
+        smoothing: Smoothing | None,
+        validate_args: bool | None,
+    ) -> None:
+        self.smoothing = Shannon() if smoothing is None else smoothing
+        if not isinstance(self.smoothing, Smoothing):
+            raise ValueError(
+                f"{self._name}: smoothing must be one of sx.Hard, sx.Shannon, sx.Gini, sx.Tsallis, "
+                f"got {smoothing!r}."
+            )
+        super().__init__(batch_shape, torch.Size(event_shape), validate_args=False)
+        self._validate_args = (
+            Distribution._validate_args if validate_args is None else validate_args
+        )
+        self._validate_args = bool(self._validate_args)
+
+    # -- what a subclass says ---------------------------------------------------------------------
+
+    @abstractmethod
+    def _tensors(self) -> dict[str, tuple[Tensor, int]]:
+        """The constructor's tensor arguments by name, each with its number of event dimensions."""
+
+    @abstractmethod
+    def _options(self) -> dict[str, Any]:
+        """The constructor's other arguments."""
+
+    # -- queries ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def argmax(self) -> Tensor:
+        """The best structure, 0/1, ``(*batch, *parts)``. Ties go to any of the best."""
+
+    @abstractmethod
+    def log_partition(self) -> Tensor:
+        """A(θ), the log of the sum of exp-scores ``(*batch)``; with a smoothing Ω, DP_Ω(θ).
+
+        −inf for an item that allows no structure.
+        """
+
+    @abstractmethod
+    def marginals(self) -> Tensor:
+        """∇A, the expected structure ``(*batch, *parts)``. Differentiable."""
+
+    @abstractmethod
+    def sample(
+        self, sample_shape: Sequence[int] = (), generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Exact draws, ``(*sample_shape, *batch, *parts)``. No gradient flows through them."""
+
+    @abstractmethod
+    def topk(self, k: int) -> TopK:
+        """The k structures of highest score, best first, whatever the smoothing."""
+
+    @abstractmethod
+    def max_marginals(self) -> Tensor:
+        """The score of the best structure that has each part, ``(*batch, *parts)``.
+
+        −inf where no structure has it. Uses hard max whatever the smoothing. Not differentiable.
+        """
+
+    @abstractmethod
+    def score(self, z: Tensor) -> Tensor:
+        """⟨θ, z⟩ over all parts, additional ones included, ``(*batch)``.
+
+        ``z`` is an indicator (floating point or bool) with any number of leading sample
+        dimensions, or the integer form of the structure (see ``encode``).
+        """
+
+    @abstractmethod
+    def log_prob(self, z: Tensor) -> Tensor:
+        """The log-probability of a structure, ``(*batch)``; takes what ``score`` takes.
+
+        Shannon: (score − A)/γ. Otherwise the log-probability of the walk through the probabilistic
+        backpointers that derives z; −inf outside the support.
+        """
+
+    @abstractmethod
+    def cross_entropy(self, q: Structure) -> Tensor:
+        """−E_p log q with p this structure, ``(*batch)``; +inf where q forbids what p uses."""
+
+    @abstractmethod
+    def condition(self, include: Tensor | None = None, exclude: Tensor | None = None) -> Structure:
+        """The same structure with some parts forced in and some out.
+
+        Both are boolean masks that broadcast to ``(*batch, *parts)``.
+        """
+
+    @abstractmethod
+    def ranked_support(self) -> Iterator[Ranked]:
+        """Structures with non-zero probability, most likely first, found lazily.
+
+        Yields one rank at a time for the whole batch; an item with no more structures has
+        log-probability −inf. Ends when no item has more.
+        """
+
+    @abstractmethod
+    def enumerate_support(self, expand: bool = True) -> Tensor:
+        """Every structure ``(N, *batch, *parts)``, by brute force: for small sizes.
+
+        Items of different lengths have different supports: index one item first.
+        """
+
+    @abstractmethod
+    def decode(self, z: Tensor) -> Any:
+        """The human form of z, as nested lists over the batch."""
+
+    @abstractmethod
+    def encode(self, obj: Any) -> Tensor:
+        """z of a human or integer form: the inverse of ``decode``."""
+
+    # -- derived ----------------------------------------------------------------------------------
+
+    def entropy(self) -> Tensor:
+        """H(p) = −E log p, ``(*batch)``."""
+        return self.cross_entropy(self)
+
+    def expected_cost(self, part_costs: Tensor) -> Tensor:
+        """E ⟨costs, z⟩ for costs ``(*batch, *parts)``, ``(*batch)``. Differentiable."""
+        mu = self.marginals()
+        # a part that no structure has costs nothing, even in the padding or at an infinite cost
+        costs = torch.where(mu != 0, part_costs, torch.zeros_like(part_costs))
+        return (mu * costs).flatten(mu.dim() - len(self.event_shape)).sum(-1)
+
+    @property
+    def mode(self) -> Tensor:
+        return self.argmax()
+
+    @property
+    def mean(self) -> Tensor:
+        return self.marginals()
+
+    @property
+    def variance(self) -> Tensor:
+        """μ(1 − μ): each part is a Bernoulli variable."""
+        mu = self.marginals()
+        return mu * (1 - mu)
+
+    @property
+    def support(self) -> Any:
+        return None
+
+    @property
+    def temperature(self) -> float:
+        """γ of the smoothing."""
+        return self.smoothing.gamma
+
+    # -- shape and place --------------------------------------------------------------------------
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _rebuild(self, **tensors: Tensor | None) -> Self:
+        options = {**self._options(), "smoothing": self.smoothing, "validate_args": False}
+        new = type(self)(**{**options, **tensors})
+        new._validate_args = self._validate_args
+        return new
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """The same structure on another device or in another floating dtype (as ``Tensor.to``)."""
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        return self._rebuild(
+            **{
+                name: t.to(device, dtype if t.is_floating_point() else None)
+                for name, (t, _) in self._tensors().items()
+            }
+        )
+
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> Self:
+        """The same structure with its batch expanded, without copying."""
+        batch = torch.Size(batch_shape)
+        return self._rebuild(
+            **{
+                name: t.expand(*batch, *t.shape[t.dim() - d :]) if t.dim() > d or i == 0 else t
+                for i, (name, (t, d)) in enumerate(self._tensors().items())
+            }
+        )
+
+    def __getitem__(self, index: Any) -> Self:
+        """Some items of the batch: indexing as for a tensor of shape ``batch_shape``."""
+        if not self.batch_shape:
+            raise IndexError(f"{self._name}: there is no batch to index (batch_shape is ()).")
+        batch = self.batch_shape
+        torch.empty(batch, device="meta")[index]  # the error of a bad index names the batch shape
+
+        def pick(t: Tensor, d: int) -> Tensor:
+            if t.dim() == d:
+                return t
+            where = index if isinstance(index, tuple) else (index,)
+            return t.expand(*batch, *t.shape[t.dim() - d :])[(*where, ..., *[slice(None)] * d)]
+
+        return self._rebuild(**{name: pick(t, d) for name, (t, d) in self._tensors().items()})
+
+    def __len__(self) -> int:
+        if not self.batch_shape:
+            raise TypeError(f"{self._name} with batch_shape () has no length.")
+        return self.batch_shape[0]
+
+    def __iter__(self) -> Iterator[Self]:
+        return (self[i] for i in range(len(self)))
+
+    def __repr__(self) -> str:
+        return (
+            f"{self._name}(batch_shape={tuple(self.batch_shape)}, "
+            f"event_shape={tuple(self.event_shape)}, smoothing={self.smoothing})"
+        )
+
+    # -- refusals ---------------------------------------------------------------------------------
+
+    @classmethod
+    def supports(cls, query: str) -> bool:
+        """Whether a query has an efficient exact algorithm here.
+
+        >>> import structmax as sx
+        >>> sx.LinearChain.supports("marginals")
+        True
+        """
+        return query in cls.queries
+
+    def _intractable(self, query: str) -> IntractableError:
+        advice = self.instead.get(query, "Use another structure.")
+        return IntractableError(f"{self._name}.{query} is intractable. {advice}")
+
+    def _same_kind(self, q: Structure) -> None:
+        if not isinstance(q, Structure) or q.event_shape != self.event_shape:
+            other = tuple(q.event_shape) if isinstance(q, Structure) else type(q).__name__
+            raise ValueError(
+                f"{self._name}: both distributions must be over the same parts, got "
+                f"{tuple(self.event_shape)} and {other}."
+            )
+
+
+@register_kl(Structure, Structure)
+def _kl(p: Structure, q: Structure) -> Tensor:
+    """KL(p ‖ q) = cross-entropy − entropy, ``(*batch)``; +inf where q forbids what p uses."""
+    return p.cross_entropy(q) - p.entropy()
+
+
+def dot(scores: Tensor, mu: Tensor, event_dims: int) -> Tensor:
+    """⟨θ, μ⟩ over the event, with 0·(−inf) = 0, −inf if a forbidden part has mass."""
+    forbidden = scores == -math.inf
+    product = torch.where(forbidden, 0.0, scores) * mu
+    used = torch.where(forbidden & (mu > 0), -math.inf, 0.0)
+    return (product + used).flatten(product.dim() - event_dims).sum(-1)

@@ -1,0 +1,115 @@
+"""Validation: every error says what is wrong, which item, and how to fix it.
+
+Values are looked at with one reduction per tensor and one synchronisation in all; only if that
+finds something is the offending item searched for. Nothing is looked at while compiling or
+capturing a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def can_look() -> bool:
+    """Whether values may be read on the host now."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def scores(owner: str, name: str, tensor: Tensor, dims: int, shape: str) -> None:
+    """A floating-point tensor with at least ``dims`` dimensions, none of its last ones empty."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{owner}: {name} must be a tensor, got {type(tensor).__name__}.")
+    if not tensor.is_floating_point():
+        raise ValueError(
+            f"{owner}: {name} must be floating point, got {tensor.dtype}. Use {name}.float()."
+        )
+    if tensor.dim() < dims or 0 in tensor.shape[tensor.dim() - dims :]:
+        raise ValueError(f"{owner}: {name} must be {shape}, got {tuple(tensor.shape)}.")
+
+
+def same_device(owner: str, **tensors: Tensor | None) -> None:
+    """All tensors on the device of the first."""
+    (first, anchor), *rest = ((k, t) for k, t in tensors.items() if t is not None)
+    for name, tensor in rest:
+        if tensor.device != anchor.device:
+            raise ValueError(
+                f"{owner}: {name} is on {tensor.device} but {first} is on {anchor.device}. "
+                f"Use {name}.to({first}.device)."
+            )
+
+
+def batch_shape(owner: str, **tensors: tuple[Tensor | None, int]) -> torch.Size:
+    """The broadcast batch shape of tensors given with their event dimensions."""
+    shapes = {k: t.shape[: t.dim() - d] for k, (t, d) in tensors.items() if t is not None}
+    try:
+        return torch.broadcast_shapes(*shapes.values())
+    except RuntimeError:
+        listed = ", ".join(f"{k} {tuple(s)}" for k, s in shapes.items())
+        raise ValueError(f"{owner}: batch shapes do not broadcast: {listed}.") from None
+
+
+def lengths(owner: str, given: Tensor | Sequence[int], device: torch.device) -> Tensor:
+    """Lengths as an integer tensor."""
+    tensor = torch.as_tensor(given, device=None if isinstance(given, Tensor) else device)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise ValueError(f"{owner}: lengths must be integers, got {tensor.dtype}.")
+    return tensor
+
+
+def values(
+    owner: str,
+    scores: dict[str, tuple[Tensor, Tensor | None]],
+    lengths: Tensor | None = None,
+    longest: int = 0,
+) -> None:
+    """No NaN or +inf among the scores, lengths between 1 and ``longest``.
+
+    Each score comes with a boolean mask, which broadcasts to it, of what is looked at (None: all of
+    it): padding may hold anything.
+    """
+    scores = {name: (t.detach(), mask) for name, (t, mask) in scores.items() if t.numel()}
+    flags = [~(tensor.amax() < torch.inf) for tensor, _ in scores.values()]
+    if lengths is not None and lengths.numel():
+        flags.append((lengths.amin() < 1) | (lengths.amax() > longest))
+        out_of_range = (lengths < 1) | (lengths > longest)
+    if not flags or not bool(torch.stack(flags).any()):
+        return
+    if lengths is not None and bool(out_of_range.any()):
+        item = tuple(out_of_range.nonzero()[0].tolist())
+        raise ValueError(
+            f"{owner}: lengths must be between 1 and {longest}, got {int(lengths[item])} "
+            f"for item {_show(item)}."
+        )
+    for name, (tensor, mask) in scores.items():
+        bad = ~(tensor < torch.inf)
+        if mask is not None:
+            bad = bad & mask
+        if bool(bad.any()):
+            where = tuple(bad.nonzero()[0].tolist())
+            raise ValueError(
+                f"{owner}: {name}{list(where)} is {tensor[where].item()}. Scores must be finite, "
+                "or -inf to forbid a part; look for an overflow or a NaN in what computes them."
+            )
+
+
+def feasible(owner: str, query: str, value: Tensor) -> None:
+    """Every item has a structure: no value is −inf."""
+    if not value.numel() or not can_look():
+        return
+    none = value == -torch.inf
+    if bool(none.any()):
+        item = tuple(none.nonzero()[0].tolist())
+        where = f"item {_show(item)}" if item else "the scores"
+        raise ValueError(
+            f"{owner}.{query}: {where} allows no structure: every one has a part that is forbidden "
+            "(-inf). Forbid less, or drop the item."
+        )
+
+
+def _show(item: tuple[int, ...]) -> str:
+    return str(item[0]) if len(item) == 1 else str(item)

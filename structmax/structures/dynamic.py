@@ -1,0 +1,373 @@
+"""Structures answered by the forest engine.
+
+A subclass draws its graph: it names a forest, packs its scores into the forest's vector of parts,
+and says which node is each item's goal. Every query follows from that.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from structmax.forest import naive, ops
+from structmax.forest.topology import Forest, lookup
+from structmax.primitive import is_transforming
+from structmax.smoothing import SHANNON, Hard
+from structmax.structures import checks
+from structmax.structures.base import Ranked, Structure, TopK, dot
+
+
+class DynamicStructure(Structure):
+    """A structure whose derivations are those of a forest, one to one."""
+
+    # -- what a subclass says ---------------------------------------------------------------------
+
+    @abstractmethod
+    def _parts(self) -> tuple[Tensor, ...]:
+        """Scores of all parts, primary first, each ``(*batch, *event)``, float32 or float64."""
+
+    @abstractmethod
+    def _forest_key(self) -> str:
+        """The name of the forest (see ``forest.topology``)."""
+
+    @abstractmethod
+    def _goal(self) -> Tensor:
+        """Each item's goal node, ``(*batch)``."""
+
+    @abstractmethod
+    def _replace_primary(self, scores: Tensor) -> DynamicStructure:
+        """The same structure with other primary scores, ``(*batch, *parts)``."""
+
+    def _incompatible(self, include: Tensor) -> Tensor:
+        """The primary parts that cannot stand beside those included, as a mask."""
+        raise ValueError(
+            f"{self._name}.condition: include= is not defined here, because the parts that exclude "
+            "each other are not known. Use exclude=."
+        )
+
+    def _pack(self, parts: Sequence[Tensor]) -> Tensor:
+        """The forest's vector of scores ``(*batch, P)``. Padding becomes 0."""
+        batch = len(self.batch_shape)
+        return torch.cat([p.flatten(batch) for p in parts], -1)
+
+    def _unpack(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """The inverse of ``_pack``."""
+        out, start = [], 0
+        for part in self._parts():
+            event = part.shape[len(self.batch_shape) :]
+            out.append(flat[..., start : start + event.numel()].unflatten(-1, event))
+            start += event.numel()
+        return tuple(out)
+
+    def _derivation_size(self) -> int:
+        """The most nodes in a derivation."""
+        return int(lookup(self._forest_key()).derivation_size.max())
+
+    def _aligned(self, q: Structure) -> tuple[DynamicStructure, DynamicStructure]:
+        """This structure and q with the same parts and forest."""
+        self._same_kind(q)
+        assert isinstance(q, DynamicStructure)
+        return self, q
+
+    # -- value and gradient -----------------------------------------------------------------------
+
+    def _value(self) -> Tensor:
+        args = (self._goal(),), self._forest_key(), self.smoothing.code
+        return ops.forest.value((self._pack(self._parts()),), *args)
+
+    def _value_and_gradient(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        args = (self._goal(),), self._forest_key(), self.smoothing.code
+        value, mu = ops.forest.value_and_gradient((self._pack(self._parts()),), *args)
+        return value, self._unpack(mu)
+
+    def _cached(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Value and gradient; kept for the next query where nothing watches the computation."""
+        tensors = [t for t, _ in self._tensors().values()]
+        if is_transforming(tensors) or any(t.is_inference() for t in tensors):
+            return self._value_and_gradient()
+        versions = [t._version for t in tensors]
+        kept = self.__dict__.get("_kept")
+        if kept is None or kept[0] != versions:
+            kept = versions, self._value_and_gradient()
+            self.__dict__["_kept"] = kept
+        return kept[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_kept"}
+
+    @property
+    def _is_gibbs(self) -> bool:
+        """Whether log_prob is (score − A)/γ; otherwise it is that of the walk."""
+        return self.smoothing.code[0] == SHANNON
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of z and of the marginals: that of the scores as they were given."""
+        first, _ = next(iter(self._tensors().values()))
+        return first.dtype
+
+    def log_partition(self) -> Tensor:
+        kept = self.__dict__.get("_kept")
+        return self._value() if kept is None else self._cached()[0]
+
+    def _feasible_marginals(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Value and gradient, refusing items without a structure: NaN where it cannot look."""
+        value, mu = self._cached()
+        if self._validate_args:
+            checks.feasible(self._name, "marginals", value.detach())
+        if not (self._validate_args and checks.can_look()):
+            none = value.detach() == -math.inf
+            batch = len(self.batch_shape)
+            mu = tuple(
+                torch.where(none[(..., *[None] * (m.dim() - batch))], math.nan, m) for m in mu
+            )
+        return value, mu
+
+    def marginals(self) -> Tensor:
+        return self._feasible_marginals()[1][0].to(self.dtype)
+
+    # -- discrete queries -------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def argmax(self) -> Tensor:
+        theta = self._pack(self._parts()).detach()
+        width = self.event_shape.numel()
+        value, z = ops.argmax(theta, self._goal(), self._forest_key(), width)
+        if self._validate_args:
+            checks.feasible(self._name, "argmax", value)
+        return z.unflatten(-1, self.event_shape).to(self.dtype)
+
+    @torch.no_grad()
+    def sample(
+        self, sample_shape: Sequence[int] = (), generator: torch.Generator | None = None
+    ) -> Tensor:
+        shape = torch.Size(sample_shape)
+        theta = self._pack(self._parts()).detach()
+        if self._validate_args:
+            checks.feasible(self._name, "sample", self.log_partition())
+        numbers = torch.rand(
+            (shape.numel(), *self.batch_shape, self._derivation_size()),
+            dtype=torch.float64,
+            device=theta.device,
+            generator=generator,
+        )
+        key, code = self._forest_key(), list(self.smoothing.code)
+        z = ops.sample(theta, self._goal(), numbers, key, code, self.event_shape.numel())
+        return z.reshape(*shape, *self.batch_shape, *self.event_shape).to(self.dtype)
+
+    def topk(self, k: int) -> TopK:
+        if k < 1:
+            raise ValueError(f"{self._name}.topk: k must be at least 1, got {k}.")
+        theta = self._pack(self._parts())
+        with torch.no_grad():
+            width = self.event_shape.numel()
+            scores, z = ops.kbest(theta.detach(), self._goal(), self._forest_key(), k, width)
+            z = z.unflatten(-1, self.event_shape).to(self.dtype)
+        exists = scores > -math.inf
+        if is_transforming([theta]):  # the same numbers, with a gradient
+            at = len(self.batch_shape)
+            real = exists[(..., *[None] * len(self.event_shape))]
+            safe = torch.where(real, z, z.narrow(at, 0, 1))
+            again = self._score(safe.movedim(at, 0)).movedim(0, -1)
+            scores = torch.where(exists, again, -math.inf)
+        return TopK(z, scores, exists)
+
+    @torch.no_grad()
+    def max_marginals(self) -> Tensor:
+        theta = self._pack(self._parts()).detach()
+        width = self.event_shape.numel()
+        best = ops.max_marginals(theta, self._goal(), self._forest_key(), width)
+        return best.unflatten(-1, self.event_shape)
+
+    def mbr(self) -> Tensor:
+        """The structure of least expected Hamming cost: argmax of ⟨μ, z⟩ over what is allowed.
+
+        >>> import structmax as sx
+        >>> sx.Choice(torch.tensor([0.0, 1.0])).mbr()
+        tensor([0., 1.])
+        """
+        mu = self.marginals().detach()
+        return self._with_marginal_scores(mu).argmax()
+
+    def _with_marginal_scores(self, mu: Tensor) -> DynamicStructure:
+        """A structure scored by its marginals alone; what is forbidden stays forbidden."""
+        allowed = self._parts()[0].detach() > -math.inf
+        return self._replace_primary(torch.where(allowed, mu, -math.inf))
+
+    # -- scores and probabilities -----------------------------------------------------------------
+
+    def _indicator(self, z: Tensor) -> Tensor:
+        """z as an indicator whose batch broadcasts with this one's, checked."""
+        if not isinstance(z, Tensor) or not (z.is_floating_point() or z.dtype == torch.bool):
+            z = self.encode(z)
+        event = len(self.event_shape)
+        if z.shape[z.dim() - event :] != self.event_shape:
+            raise ValueError(
+                f"{self._name}: z must be (..., {', '.join(map(str, self.event_shape))}), "
+                f"got {tuple(z.shape)}."
+            )
+        try:
+            batch = torch.broadcast_shapes(z.shape[: z.dim() - event], self.batch_shape)
+        except RuntimeError:
+            raise ValueError(
+                f"{self._name}: the batch of z {tuple(z.shape[: z.dim() - event])} does not "
+                f"broadcast with {tuple(self.batch_shape)}."
+            ) from None
+        z = z.expand(*batch, *self.event_shape)
+        return z if self._validate_args is False or not checks.can_look() else self._checked(z)
+
+    def _checked(self, z: Tensor) -> Tensor:
+        """z if it is an indicator of structures; the error names the item otherwise."""
+        return z
+
+    def _edge_use(self, z: Tensor) -> Tensor:
+        """Which edges derive each z, ``(items, e)``: the unique best path through its parts."""
+        forest = lookup(self._forest_key())
+        batch = z.shape[: z.dim() - len(self.event_shape)]
+        wide = self.expand(batch)
+        parts = [torch.zeros_like(p, dtype=torch.float64) for p in wide._parts()]
+        parts[0] = torch.where(z > 0, 1.0, -math.inf).to(torch.float64)
+        theta = wide._pack(parts).reshape(batch.numel(), -1)
+        goal = wide._goal().reshape(-1)
+        use = naive.edge_visits(forest, naive.backpointers(forest, theta, Hard()), goal)
+        counts = _counts_of_edges(forest, use)[..., : self.event_shape.numel()]
+        wrong = (counts != z.reshape(counts.shape).to(counts.dtype)).any(-1)
+        if self._validate_args and checks.can_look() and bool(wrong.any()):
+            item = int(wrong.nonzero()[0])
+            raise ValueError(f"{self._name}: z is not a structure (flattened item {item}).")
+        return use
+
+    def _score(self, z: Tensor) -> Tensor:
+        """⟨θ, parts of z⟩ for an indicator ``(*sample, *batch, *parts)``."""
+        batch = z.shape[: z.dim() - len(self.event_shape)]
+        forest = lookup(self._forest_key())
+        with torch.no_grad():
+            counts = _counts_of_edges(forest, self._edge_use(z)).reshape(*batch, -1)
+        wide = self.expand(batch)
+        theta = wide._pack(wide._parts())
+        return dot(theta, counts[..., : theta.shape[-1]].to(theta.dtype), 1)
+
+    def score(self, z: Tensor) -> Tensor:
+        return self._score(self._indicator(z))
+
+    def log_prob(self, z: Tensor) -> Tensor:
+        if self._is_gibbs:
+            return (self.score(z) - self.log_partition()) / self.smoothing.gamma
+        z = self._indicator(z)
+        batch = z.shape[: z.dim() - len(self.event_shape)]
+        with torch.no_grad():
+            use = self._edge_use(z)
+        q = self._backpointers().expand(*batch, -1).reshape(use.shape)
+        return _sum_log(q, use).reshape(batch).to(self._parts()[0].dtype)
+
+    def _backpointers(self) -> Tensor:
+        """q ``(*batch, e)`` at every node of the forest, by the naive engine, differentiable."""
+        theta = self._pack(self._parts())
+        forest = lookup(self._forest_key())
+        q = naive.backpointers(forest, theta.reshape(-1, theta.shape[-1]), self.smoothing)
+        return q.reshape(*self.batch_shape, -1)
+
+    def cross_entropy(self, q: Structure) -> Tensor:
+        p, q = self._aligned(q)
+        if q._is_gibbs:
+            own, mu = p._feasible_marginals()
+            value = own if q is p else q._value()
+            pairs = zip(q._parts_without_padding(), mu, strict=True)
+            total = sum(dot(theta, m, m.dim() - len(p.batch_shape)) for theta, m in pairs)
+            return (value - total) / q.smoothing.gamma
+        forest = lookup(p._forest_key())
+        batch_shape = torch.broadcast_shapes(p.batch_shape, q.batch_shape)
+        p, q = p.expand(batch_shape), q.expand(batch_shape)
+        local_p, local_q = (s._backpointers().reshape(batch_shape.numel(), -1) for s in (p, q))
+        use = naive.edge_visits(forest, local_p, p._goal().reshape(-1))
+        dtype = self._parts()[0].dtype
+        return -_sum_log(local_q, use).reshape(batch_shape).to(dtype)
+
+    def _parts_without_padding(self) -> tuple[Tensor, ...]:
+        """``_parts`` with zeros where no structure has a part."""
+        return self._unpack(self._pack(self._parts()))
+
+    def condition(
+        self, include: Tensor | None = None, exclude: Tensor | None = None
+    ) -> DynamicStructure:
+        shape = (*self.batch_shape, *self.event_shape)
+        forbidden = torch.zeros(shape, dtype=torch.bool, device=self._parts()[0].device)
+        for name, mask in (("include", include), ("exclude", exclude)):
+            if mask is None:
+                continue
+            if mask.dtype != torch.bool:
+                raise ValueError(
+                    f"{self._name}.condition: {name} must be a boolean mask, got {mask.dtype}."
+                )
+            try:
+                mask = mask.expand(shape)
+            except RuntimeError:
+                raise ValueError(
+                    f"{self._name}.condition: {name} must broadcast to {shape}, "
+                    f"got {tuple(mask.shape)}."
+                ) from None
+            forbidden = forbidden | (self._incompatible(mask) if name == "include" else mask)
+        primary = self._parts()[0].to(self.dtype)
+        return self._replace_primary(torch.where(forbidden, -math.inf, primary))
+
+    @torch.no_grad()
+    def ranked_support(self) -> Iterator[Ranked]:
+        k, rank = 4, 0
+        while True:
+            z, log_prob = self._best_by_score(k) if self._is_gibbs else self._best_by_probability(k)
+            while rank < k:
+                if not bool((log_prob[..., rank] > -math.inf).any()):
+                    return
+                yield Ranked(z.select(len(self.batch_shape), rank), log_prob[..., rank])
+                rank += 1
+            k *= 2
+
+    def _best_by_score(self, k: int) -> tuple[Tensor, Tensor]:
+        best = self.topk(k)
+        value = self.log_partition()[..., None]
+        log_prob = (best.scores - value) / self.smoothing.gamma
+        return best.structures, torch.where(best.exists, log_prob, -math.inf)
+
+    def _best_by_probability(self, k: int) -> tuple[Tensor, Tensor]:
+        """The k likeliest walks: k best derivations when every edge scores log q."""
+        forest = lookup(self._forest_key())
+        edges = _forest_of_edges(forest)
+        log_q = self._backpointers().log()
+        log_prob, use = ops.kbest(log_q, self._goal(), edges.key, k, forest.num_edges)
+        z = _counts_of_edges(forest, use)[..., : self.event_shape.numel()]
+        return z.unflatten(-1, self.event_shape).to(self.dtype), log_prob.to(self._parts()[0].dtype)
+
+
+def _counts_of_edges(forest: Forest, use: Tensor) -> Tensor:
+    """Uses of parts ``(..., P)`` from uses of edges ``(..., e)``: each visit uses one edge."""
+    lists = forest.on(use.device)
+    counts = use.new_zeros(*use.shape[:-1], forest.num_parts + 1)
+    counts = counts.index_add(-1, lists.edge_part.long(), use)
+    own = lists.node_part[lists.head.long()].long()
+    return counts.index_add(-1, own, use)[..., :-1]
+
+
+def _forest_of_edges(forest: Forest) -> Forest:
+    """The same forest with each edge its own part."""
+    import numpy as np
+
+    tail1, tail2 = (
+        np.where(t == forest.num_nodes, -1, t).astype(np.int32)
+        for t in (forest.tail1, forest.tail2)
+    )
+    parts = np.arange(forest.num_edges, dtype=np.int32)
+    none = np.full(forest.num_nodes, -1, np.int32)
+    return Forest(forest.head, tail1, tail2, parts, none, forest.num_edges)
+
+
+def _sum_log(q: Tensor, use: Tensor) -> Tensor:
+    """Σ use·log q over the last dimension, with 0·log 0 = 0."""
+    used = use > 0
+    terms = use * torch.where(used & (q > 0), q, 1.0).log()
+    impossible = torch.where(used & (q <= 0), -math.inf, 0.0)
+    return (terms + impossible).sum(-1)

@@ -1,0 +1,106 @@
+"""Hidden Markov models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from structmax.smoothing import Smoothing
+from structmax.structures import checks
+from structmax.structures.linear_chain import LinearChain
+
+
+class HMM(LinearChain):
+    """The hidden states of a hidden Markov model, given what was observed.
+
+    A linear chain with start scores ``initial``, transitions ``transition`` and unary scores
+    ``emission[:, observations]``. With log-probabilities, ``log_partition()`` is the
+    log-likelihood of the observations and the distribution is the posterior of the states.
+
+    Args:
+        initial: ``(*B, c)``, log-probabilities of the first state
+        transition: ``(*B, c, c)`` or ``(c, c)``, ``[from, to]``, log-probabilities
+        emission: ``(*B, c, V)`` or ``(c, V)``, log-probabilities of the symbols
+        observations: ``(*B, n)``, integers below V; the padding may hold anything
+        lengths: ``(*B)``
+
+    >>> import structmax as sx
+    >>> half = torch.tensor([0.5, 0.5]).log()
+    >>> stay = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log()
+    >>> coin = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()  # a fair and a loaded one
+    >>> hmm = sx.HMM(half, stay, coin, torch.tensor([0, 0, 0, 0]))
+    >>> hmm.log_partition().exp()
+    tensor(0.3233)
+    >>> hmm.decode(hmm.argmax())
+    [1, 1, 1, 1]
+    """
+
+    def __init__(
+        self,
+        initial: Tensor,
+        transition: Tensor,
+        emission: Tensor,
+        observations: Tensor,
+        lengths: Tensor | None = None,
+        smoothing: Smoothing | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        checks.scores("HMM", "initial", initial, 1, "(..., c)")
+        checks.scores("HMM", "emission", emission, 2, "(..., c, V)")
+        c, symbols = emission.shape[-2:]
+        if initial.shape[-1] != c:
+            raise ValueError(
+                f"HMM: initial must be (..., {c}) to match emission {tuple(emission.shape)}, "
+                f"got {tuple(initial.shape)}."
+            )
+        if observations.is_floating_point() or observations.dim() < 1:
+            raise ValueError(
+                "HMM: observations must be integers (..., n), got "
+                f"{tuple(observations.shape)} of {observations.dtype}."
+            )
+        checks.same_device(
+            "HMM", initial=initial, transition=transition, emission=emission,
+            observations=observations,
+        )  # fmt: skip
+        batch = checks.batch_shape(
+            "HMM",
+            initial=(initial, 1),
+            transition=(transition, 2),
+            emission=(emission, 2),
+            observations=(observations, 1),
+        )
+        self.initial, self.emission, self.observations = initial, emission, observations
+        n = observations.shape[-1]
+        known = (observations >= 0) & (observations < symbols)
+        symbol = torch.where(known, observations, 0).long().expand(*batch, n)
+        table = emission.mT.expand(*batch, symbols, c)
+        unary = table.gather(-2, symbol[..., None].expand(*batch, n, c))
+        if transition.dim() > 2:
+            transition = transition.expand(*batch, c, c)
+        super().__init__(
+            unary, transition, initial, None, lengths, smoothing, validate_args
+        )  # fmt: skip
+        if self._validate_args and checks.can_look():
+            wrong = ~known.expand(*self.batch_shape, n) & self._inside()
+            if bool(wrong.any()):
+                where = tuple(wrong.nonzero()[0].tolist())
+                raise ValueError(
+                    f"HMM: observations must be between 0 and {symbols - 1}; "
+                    f"observations{list(where)} is not."
+                )
+
+    def _tensors(self) -> dict[str, tuple[Tensor, int]]:
+        given = {
+            "initial": (self.initial, 1),
+            "transition": (self.transition, 2),
+            "emission": (self.emission, 2),
+            "observations": (self.observations, 1),
+        }
+        if self.lengths is not None:
+            given["lengths"] = (self.lengths, 0)
+        return given
+
+    def _options(self) -> dict[str, Any]:
+        return {}

@@ -1,0 +1,122 @@
+"""Derivations of a user's own forest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from structmax.forest.topology import Forest
+from structmax.smoothing import Smoothing
+from structmax.structures import checks
+from structmax.structures.dynamic import DynamicStructure
+
+
+class Hyperpath(DynamicStructure):
+    """A derivation of a goal node of a forest drawn with :class:`ForestBuilder`.
+
+    z counts how often each part is used. Queries are over derivations: if two derivations use the
+    same parts (the forest is ambiguous), the probability of z is shared between them, and
+    ``log_prob`` (unless the smoothing is Shannon's and the forest unambiguous), ``topk`` and
+    ``enumerate_support`` speak of single derivations.
+
+    Args:
+        forest: the topology
+        scores: ``(*B, P)``, one for each part of the forest
+        goal: ``(*B)``, the goal node of each item; by default the last node of the forest
+        smoothing: Ω, by default ``sx.Shannon(1.0)``
+
+    >>> import structmax as sx
+    >>> draw = sx.ForestBuilder()
+    >>> a, b = draw.node(), draw.node()
+    >>> draw.edge(b, a, part=0)
+    >>> draw.edge(b, a, part=1)
+    >>> sx.Hyperpath(draw.build(), torch.tensor([0.0, 0.0])).marginals()
+    tensor([0.5000, 0.5000])
+    """
+
+    def __init__(
+        self,
+        forest: Forest,
+        scores: Tensor,
+        goal: Tensor | None = None,
+        smoothing: Smoothing | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        checks.scores("Hyperpath", "scores", scores, 1, "(..., P)")
+        if scores.shape[-1] != forest.num_parts:
+            raise ValueError(
+                f"Hyperpath: scores must be (..., {forest.num_parts}), one for each part of the "
+                f"forest, got {tuple(scores.shape)}."
+            )
+        self.forest, self.scores, self.goal = forest, scores, goal
+        checks.same_device("Hyperpath", scores=scores, goal=goal)
+        batch = checks.batch_shape("Hyperpath", scores=(scores, 1), goal=(goal, 0))
+        super().__init__(batch, scores.shape[-1:], smoothing, validate_args)
+        if self._validate_args and checks.can_look():
+            checks.values("Hyperpath", {"scores": (scores, None)})
+            if goal is not None and bool(((goal < 0) | (goal >= forest.num_nodes)).any()):
+                raise ValueError(
+                    f"Hyperpath: goal must be between 0 and {forest.num_nodes - 1}, got "
+                    f"{goal.tolist()}."
+                )
+
+    def _tensors(self) -> dict[str, tuple[Tensor, int]]:
+        given = {"scores": (self.scores, 1)}
+        if self.goal is not None:
+            given["goal"] = (self.goal, 0)
+        return given
+
+    def _options(self) -> dict[str, Any]:
+        return {"forest": self.forest}
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        scores = self.scores.float() if self.scores.dtype.itemsize < 4 else self.scores
+        return (scores.expand(*self.batch_shape, scores.shape[-1]),)
+
+    def _forest_key(self) -> str:
+        return self.forest.key
+
+    def _goal(self) -> Tensor:
+        if self.goal is not None:
+            return self.goal.int().expand(self.batch_shape)
+        last, device = self.forest.num_nodes - 1, self.scores.device
+        return torch.full(self.batch_shape, last, dtype=torch.int32, device=device)
+
+    def _replace_primary(self, scores: Tensor) -> Hyperpath:
+        return self._rebuild(scores=scores)
+
+    def enumerate_support(self, expand: bool = True) -> Tensor:
+        """The part counts of every derivation, by recursion over the forest."""
+        goals = self._goal().unique().tolist()
+        if len(goals) != 1:
+            raise ValueError(
+                "Hyperpath.enumerate_support: items with different goals have different supports. "
+                "Index one item: structure[i].enumerate_support()."
+            )
+        every = torch.tensor(list(self._derivations(goals[0])))
+        every = every[:, : self.forest.num_parts].to(self.scores)
+        every = every.reshape(-1, *[1] * len(self.batch_shape), every.shape[-1])
+        return every.expand(-1, *self.batch_shape, -1) if expand else every
+
+    def _derivations(self, node: int) -> Iterator[list[int]]:
+        f = self.forest
+        if node == f.num_nodes:
+            yield [0] * (f.num_parts + 1)
+            return
+        for e in range(f.ptr[node], f.ptr[node + 1]):
+            for left in self._derivations(int(f.tail1[e])):
+                for right in self._derivations(int(f.tail2[e])):
+                    counts = [x + y for x, y in zip(left, right, strict=True)]
+                    counts[f.edge_part[e]] += 1
+                    counts[f.node_part[node]] += 1
+                    yield counts
+
+    def decode(self, z: Tensor) -> Any:
+        """The part counts as nested lists."""
+        return z.long().tolist()
+
+    def encode(self, obj: Any) -> Tensor:
+        return torch.as_tensor(obj, device=self.scores.device).to(self.scores.dtype)

@@ -1,0 +1,408 @@
+"""Tag sequences."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from structmax.forest.chain import ops as dense
+from structmax.forest.topology import Forest, ForestBuilder, bucket, family, name_of
+from structmax.smoothing import Smoothing
+from structmax.structures import checks
+from structmax.structures.base import Structure
+from structmax.structures.dynamic import DynamicStructure
+
+
+@family
+def chain(n: int, c: int, steps: int) -> Forest:
+    """Nodes ``(t, j)`` for position t and tag j, and a goal after each position.
+
+    Parts: ``t·c + j`` for tags, then ``step, i, j`` for transitions, of which there are n − 1
+    steps or one that all share.
+    """
+    draw = ForestBuilder()
+    t, j = np.arange(n)[:, None], np.arange(c)
+    draw.nodes(n * (c + 1), np.concatenate([t * c + j, np.full((n, 1), -1)], 1).ravel())
+    node, goal = t * (c + 1) + j, t * (c + 1) + c  # (n, c), (n, 1)
+    part = np.minimum(np.arange(n - 1), steps - 1)[:, None, None] * c * c
+    part = n * c + part + j[:, None] * c + j  # (n − 1, from, to)
+    draw.edges(node[1:, None, :], node[:-1, :, None], -1, part)
+    draw.edges(goal, node)
+    return draw.build(n * c + steps * c * c)
+
+
+class LinearChain(DynamicStructure):
+    """A tag for each position: the linear-chain conditional random field.
+
+    The score of tags y is Σₜ unary[t, yₜ] + Σₜ transition[yₜ, yₜ₊₁] + start[y₁] + end[yₙ]. The
+    graph has a node (t, j) for every position and tag, reached from the nodes (t − 1, i) by edges
+    that carry the transitions, and a goal reached from the nodes of the last position; start and
+    end are part of the scores of the first and last nodes::
+
+        (1,a) ──► (2,a) ──► (3,a)
+              ╲ ╱       ╲ ╱       ╲
+              ╱ ╲       ╱ ╲        goal
+        (1,b) ──► (2,b) ──► (3,b) ╱
+
+    Time is O(n c²); with shared transitions nothing of size n c² is stored per item.
+    Integer form: the tags ``(*B, n)``; what stands in the padding is ignored.
+
+    Args:
+        unary: ``(*B, n, c)``
+        transition: ``[from, to]``, one of ``(c, c)``, ``(*B, c, c)`` (one for each item) and
+            ``(*B, n−1, c, c)`` (one for each step), where ``*B`` has as many dimensions as the
+            batch of ``unary``
+        start, end: ``(*B, c)`` or ``(c)``
+        lengths: ``(*B)``
+        smoothing: Ω, by default ``sx.Shannon(1.0)``
+
+    >>> import structmax as sx
+    >>> unary = torch.tensor([[2.0, 0.0], [0.0, 0.5], [1.0, 0.0]])
+    >>> transition = torch.tensor([[0.0, -1.0], [0.0, 0.0]])
+    >>> chain = sx.LinearChain(unary, transition)
+    >>> chain.decode(chain.argmax())
+    [0, 0, 0]
+    >>> chain.marginals()
+    tensor([[0.8107, 0.1893],
+            [0.5318, 0.4682],
+            [0.8107, 0.1893]])
+    >>> best = chain.topk(2)
+    >>> chain.decode(best.structures), best.scores
+    ([[0, 0, 0], [0, 1, 0]], tensor([3.0000, 2.5000]))
+    >>> round(chain.log_prob(torch.tensor([0, 1, 0])).exp().item(), 4)
+    0.2502
+    """
+
+    def __init__(
+        self,
+        unary: Tensor,
+        transition: Tensor,
+        start: Tensor | None = None,
+        end: Tensor | None = None,
+        lengths: Tensor | None = None,
+        smoothing: Smoothing | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        name = self._name
+        checks.scores(name, "unary", unary, 2, "(..., n, c) with n and c at least 1")
+        n, c = unary.shape[-2:]
+        checks.scores(name, "transition", transition, 0, "")
+        if transition.dim() < 2 or transition.shape[-2:] != (c, c):
+            raise ValueError(
+                f"{name}: transition must be (..., {c}, {c}) to match unary "
+                f"{tuple(unary.shape)}, got {tuple(transition.shape)}."
+            )
+        self._steps_given = transition.dim() > 2 and transition.dim() == unary.dim() + 1
+        if self._steps_given and transition.shape[-3] != n - 1:
+            raise ValueError(
+                f"{name}: transition with a dimension for steps must be (*B, {n - 1}, {c}, {c}) "
+                f"for {n} positions, got {tuple(transition.shape)}."
+            )
+        if not self._steps_given and transition.dim() not in (2, unary.dim()):
+            raise ValueError(
+                f"{name}: transition must be (c, c), (*B, c, c) or (*B, n-1, c, c) with the batch "
+                f"dimensions of unary {tuple(unary.shape)}, got {tuple(transition.shape)}."
+            )
+        for which, vector in (("start", start), ("end", end)):
+            if vector is not None:
+                checks.scores(name, which, vector, 1, f"(..., {c})")
+                if vector.shape[-1] != c:
+                    raise ValueError(
+                        f"{name}: {which} must be (..., {c}), got {tuple(vector.shape)}."
+                    )
+        if lengths is not None:
+            lengths = checks.lengths(name, lengths, unary.device)
+        checks.same_device(
+            name, unary=unary, transition=transition, start=start, end=end, lengths=lengths
+        )
+        self.unary, self.transition, self.start, self.end = unary, transition, start, end
+        self.lengths = lengths
+        batch = checks.batch_shape(
+            name,
+            unary=(unary, 2),
+            transition=(transition, 3 if self._steps_given else 2),
+            start=(start, 1),
+            end=(end, 1),
+            lengths=(lengths, 0),
+        )
+        super().__init__(batch, (n, c), smoothing, validate_args)
+        if self._validate_args and checks.can_look():
+            self._check_values()
+
+    def _check_values(self) -> None:
+        position, steps = None, None
+        if self.lengths is not None:
+            inside = self._inside()
+            position = inside[..., None]
+            steps = inside[..., 1:, None, None] if self._steps_given else None
+        looked_at = {"unary": (self.unary, position), "transition": (self.transition, steps)}
+        for which, vector in (("start", self.start), ("end", self.end)):
+            if vector is not None:
+                looked_at[which] = (vector, None)
+        checks.values(self._name, looked_at, self.lengths, self.event_shape[0])
+
+    def _tensors(self) -> dict[str, tuple[Tensor, int]]:
+        dims = {"unary": 2, "transition": 3 if self._steps_given else 2, "start": 1, "end": 1}
+        given = {name: (getattr(self, name), d) for name, d in {**dims, "lengths": 0}.items()}
+        return {name: (t, d) for name, (t, d) in given.items() if t is not None}
+
+    def _options(self) -> dict[str, Any]:
+        return {}
+
+    # -- scores -----------------------------------------------------------------------------------
+
+    def _inside(self) -> Tensor:
+        """Which positions lie within the length, ``(*B, n)``."""
+        position = torch.arange(self.event_shape[0], device=self.unary.device)
+        return position < self._lengths()[..., None]
+
+    def _lengths(self) -> Tensor:
+        n, device = self.event_shape[0], self.unary.device
+        if self.lengths is None:
+            return torch.full(self.batch_shape, n, dtype=torch.int64, device=device)
+        return self.lengths.expand(self.batch_shape)
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        n, c = self.event_shape
+        given = [t for t, _ in self._tensors().values() if t.is_floating_point()]
+        dtype = torch.float32
+        for t in given:
+            dtype = torch.promote_types(dtype, t.dtype)
+        unary = self.unary.to(dtype).expand(*self.batch_shape, n, c)
+        if self.start is not None or self.end is not None:
+            position = torch.arange(n, device=unary.device)[:, None]
+            if self.start is not None:
+                unary = torch.where(position == 0, unary + self.start[..., None, :], unary)
+            if self.end is not None:
+                last = position == self._lengths()[..., None, None] - 1
+                unary = torch.where(last, unary + self.end[..., None, :], unary)
+            unary = unary.to(dtype)
+        transition = self.transition.to(dtype)
+        if not self._steps_given:
+            transition = transition.unsqueeze(-3)
+        return unary, transition.expand(*self.batch_shape, *transition.shape[-3:])
+
+    def _forest_key(self) -> str:
+        n, c = self.event_shape
+        size = bucket(n)
+        return name_of("chain", (size, c, max(size - 1, 1) if self._steps_given else 1))
+
+    def _goal(self) -> Tensor:
+        c = self.event_shape[1]
+        return ((self._lengths() - 1) * (c + 1) + c).int()
+
+    def _derivation_size(self) -> int:
+        return self.event_shape[0] + 1
+
+    def _pack(self, parts: Any) -> Tensor:
+        unary, transition = self._unpadded(parts)
+        n = self.event_shape[0]
+        grow = bucket(n) - n
+        unary = torch.nn.functional.pad(unary, (0, 0, 0, grow))
+        if self._steps_given:
+            missing = max(bucket(n) - 1, 1) - transition.shape[-3]
+            transition = torch.nn.functional.pad(transition, (0, 0, 0, 0, 0, missing))
+        return torch.cat([unary.flatten(-2), transition.flatten(-3)], -1)
+
+    def _unpack(self, flat: Tensor) -> tuple[Tensor, ...]:
+        n, c = self.event_shape
+        first = bucket(n) * c
+        steps = n - 1 if self._steps_given else 1
+        unary = flat[..., : n * c].unflatten(-1, (n, c))
+        transition = flat[..., first : first + steps * c * c].unflatten(-1, (steps, c, c))
+        return unary, transition
+
+    def _unpadded(self, parts: Any) -> tuple[Tensor, ...]:
+        """The parts with zeros in the padding."""
+        unary, transition = parts
+        if self.lengths is not None:
+            inside = self._inside()
+            unary = torch.where(inside[..., None], unary, 0.0)
+            if self._steps_given:
+                transition = torch.where(inside[..., 1:, None, None], transition, 0.0)
+        return unary, transition
+
+    def _parts_without_padding(self) -> tuple[Tensor, ...]:
+        return self._unpadded(self._parts())
+
+    def _replace_primary(self, scores: Tensor) -> LinearChain:
+        return LinearChain(
+            scores,
+            self.transition,
+            lengths=self.lengths,
+            smoothing=self.smoothing,
+            validate_args=self._validate_args,
+        )
+
+    def _with_marginal_scores(self, mu: Tensor) -> LinearChain:
+        new = super()._with_marginal_scores(mu)
+        assert isinstance(new, LinearChain)
+        new.transition = torch.where(self.transition == -math.inf, -math.inf, 0.0).to(mu.dtype)
+        return new
+
+    def _incompatible(self, include: Tensor) -> Tensor:
+        return include.sum(-1, keepdim=True) - include.long() > 0
+
+    # -- dense kernels ----------------------------------------------------------------------------
+
+    def _value(self) -> Tensor:
+        if not self._is_gibbs:
+            return super()._value()
+        return dense.chain.value(self._parts(), (self._lengths(),), "", self.smoothing.code)
+
+    def _value_and_gradient(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if not self._is_gibbs:
+            return super()._value_and_gradient()
+        args = (self._lengths(),), "", self.smoothing.code
+        value, *mu = dense.chain.value_and_gradient(self._parts(), *args)
+        return value, tuple(mu)
+
+    @torch.no_grad()
+    def argmax(self) -> Tensor:
+        unary, transition = (p.detach() for p in self._parts())
+        best, tags = dense.argmax(unary, transition, self._lengths())
+        z = tags[..., None] == torch.arange(self.event_shape[1], device=tags.device)
+        if self._validate_args and checks.can_look():
+            checks.feasible(self._name, "argmax", best)
+            return z.to(self.dtype)
+        good = best > -math.inf
+        return torch.where(good[..., None, None], z.to(self.dtype), math.nan)
+
+    # -- transitions ------------------------------------------------------------------------------
+
+    def _per_step(self) -> LinearChain:
+        """The same chain with a transition matrix for each step."""
+        if self._steps_given:
+            return self
+        n, c = self.event_shape
+        unary, transition = self._parts()
+        return LinearChain(
+            unary,
+            transition.expand(*self.batch_shape, n - 1, c, c),
+            lengths=self.lengths,
+            smoothing=self.smoothing,
+            validate_args=False,
+        )
+
+    def edge_marginals(self) -> Tensor:
+        """The probability of each transition at each step, ``(*B, n−1, c, c)``. Differentiable."""
+        return self._per_step()._feasible_marginals()[1][1].to(self.dtype)
+
+    def _aligned(self, q: Structure) -> tuple[DynamicStructure, DynamicStructure]:
+        self._same_kind(q)
+        if not isinstance(q, LinearChain):
+            raise ValueError(f"{self._name}: cannot compare with {type(q).__name__}.")
+        if self._steps_given == q._steps_given:
+            return self, q
+        return self._per_step(), q._per_step()
+
+    # -- tags -------------------------------------------------------------------------------------
+
+    def score(self, z: Tensor) -> Tensor:
+        """The score of tags (integers) or of their indicator; see :class:`Structure`."""
+        if not isinstance(z, Tensor):
+            z = torch.as_tensor(z, device=self.unary.device)
+        if z.is_floating_point() or z.dtype == torch.bool:
+            return super().score(z)
+        return self._score_tags(self._checked_tags(z))
+
+    def _score(self, z: Tensor) -> Tensor:
+        return self._score_tags(z.to(torch.uint8).argmax(-1))
+
+    def _score_tags(self, tags: Tensor) -> Tensor:
+        """For tags ``(*sample, *B, n)``; those in the padding may be anything."""
+        n, c = self.event_shape
+        batch = tags.shape[:-1]
+        unary, transition = self._parts()
+        inside = self._inside().expand(*batch, n)
+        tags = torch.where(inside, tags, 0).long()
+        own = unary.expand(*batch, n, c).gather(-1, tags[..., None]).squeeze(-1)
+        pair = tags[..., :-1] * c + tags[..., 1:]  # (..., n − 1)
+        flat = transition.flatten(-2)  # (*B, s, c²)
+        if self._steps_given:
+            flat = flat.expand(*batch, n - 1, c * c)
+            between = flat.gather(-1, pair[..., None]).squeeze(-1)
+        else:
+            between = flat.squeeze(-2).expand(*batch, c * c).gather(-1, pair)
+        total = torch.where(inside, own, 0.0).sum(-1)
+        return total + torch.where(inside[..., 1:], between, 0.0).sum(-1)
+
+    def _checked_tags(self, tags: Tensor) -> Tensor:
+        n, c = self.event_shape
+        try:
+            shape = torch.broadcast_shapes(tags.shape, (*self.batch_shape, n))
+        except RuntimeError:
+            shape = torch.Size(())
+        if tags.dim() == 0 or tags.shape[-1] != n or not shape:
+            raise ValueError(
+                f"{self._name}: tags must be (..., {n}) and broadcast with the batch "
+                f"{tuple(self.batch_shape)}, got {tuple(tags.shape)}."
+            )
+        tags = tags.expand(shape)
+        if self._validate_args and checks.can_look():
+            wrong = self._inside() & ((tags < 0) | (tags >= c))
+            if bool(wrong.any()):
+                where = tuple(wrong.nonzero()[0].tolist())
+                raise ValueError(
+                    f"{self._name}: a tag must be between 0 and {c - 1}, got {int(tags[where])} at "
+                    f"{list(where)}."
+                )
+        return tags
+
+    def _checked(self, z: Tensor) -> Tensor:
+        wrong = ((z != 0) & (z != 1)).any(-1) | (z.sum(-1) != 1)
+        wrong = wrong & self._inside()
+        if bool(wrong.any()):
+            where = tuple(wrong.nonzero()[0].tolist())
+            raise ValueError(
+                f"{self._name}: z must hold exactly one 1 at each position; it does not at "
+                f"{list(where)}."
+            )
+        return z
+
+    def enumerate_support(self, expand: bool = True) -> Tensor:
+        n, c = self.event_shape
+        sizes = self._lengths().unique()
+        if len(sizes) > 1:
+            raise ValueError(
+                f"{self._name}.enumerate_support: items of different lengths have different "
+                "supports. Index one item: structure[i].enumerate_support()."
+            )
+        length = int(sizes[0]) if len(sizes) else n
+        if c**length > 1_000_000:
+            raise ValueError(
+                f"{self._name}.enumerate_support: {c}^{length} structures are too many."
+            )
+        tags = torch.tensor(list(itertools.product(range(c), repeat=length)))
+        every = torch.nn.functional.one_hot(tags, c)
+        every = torch.nn.functional.pad(every, (0, 0, 0, n - length)).to(self.dtype)
+        every = every.to(self.unary.device).reshape(-1, *[1] * len(self.batch_shape), n, c)
+        return every.expand(-1, *self.batch_shape, n, c) if expand else every
+
+    def decode(self, z: Tensor) -> Any:
+        """Lists of tags, nested as the batch, cut at the length."""
+        batch = z.shape[:-2]
+        tags = z.argmax(-1).reshape(-1, z.shape[-2]).tolist()
+        sizes = self._lengths().expand(batch).reshape(-1).tolist()
+        rows: Any = [row[:size] for row, size in zip(tags, sizes, strict=True)]
+        for size in reversed(batch):
+            rows = [rows[i : i + size] for i in range(0, len(rows), max(size, 1))]
+        return rows[0] if rows else []
+
+    def encode(self, obj: Any) -> Tensor:
+        """z of tags: a tensor ``(*B, n)``, or a list (of lists) of tags, ragged or not."""
+        n, c = self.event_shape
+        if not isinstance(obj, Tensor):
+            if len(self.batch_shape) == 1:
+                obj = [list(row) + [-1] * (n - len(row)) for row in obj]
+            obj = torch.as_tensor(obj, device=self.unary.device)
+            if obj.shape[-1] < n:
+                obj = torch.nn.functional.pad(obj, (0, n - obj.shape[-1]), value=-1)
+        tags = self._checked_tags(obj)
+        z = tags[..., None] == torch.arange(c, device=tags.device)
+        return (z & self._inside()[..., None]).to(self.dtype)
