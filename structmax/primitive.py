@@ -66,11 +66,13 @@ def register(name: str, schema: str, run: Callable[..., Any], fake: Callable[...
 
 
 def is_transforming(tensors: Tensors) -> bool:
-    """Whether autograd, a ``torch.func`` transform or a compiler watches these tensors."""
+    """Whether autograd or a ``torch.func`` transform watches these tensors."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return True
+    if torch.compiler.is_compiling():
+        return False
     return (
-        torch.compiler.is_compiling()
-        or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-        or torch._C._are_functorch_transforms_active()
+        torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
     )
 
@@ -167,7 +169,7 @@ class Primitive:
     ) -> tuple[Tensor, ...]:
         """``(A, *μ)``, differentiable."""
         if is_transforming(scores):
-            return _Gradient.apply(self.name, key, tuple(omega), *scores, *constants)
+            return _gradient(self.name, key, tuple(omega), *scores, *constants)
         return tuple(self.gradient_op(list(scores), list(constants), key, list(omega)))
 
     def naive_third(
@@ -266,9 +268,22 @@ class _Gradient(torch.autograd.Function):
             ]
         if any(g is not None for g in g_mu):
             v = [torch.zeros_like(s) if g is None else g for s, g in zip(scores, g_mu, strict=True)]
-            w = _Hvp.apply(ctx.name, ctx.key, ctx.omega, *scores, *v, *constants)
+            if torch.compiler.is_compiling():  # compiled backward passes are not differentiated
+                w = primitive.hvp_op(list(scores), v, list(constants), ctx.key, list(ctx.omega))
+            else:
+                w = _Hvp.apply(ctx.name, ctx.key, ctx.omega, *scores, *v, *constants)
             out = [b if a is None else a + b for a, b in zip(out, w, strict=True)]
         return (None, None, None, *out, *([None] * len(constants)))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, name: str, key: str, omega: Omega, *tensors: Tensor) -> Any:
+        front = to_front(tensors, in_dims[3:], info.batch_size)
+        out = _gradient(name, key, omega, *front)
+        return out, (0,) * len(out)
+
+
+class _GradientBothModes(_Gradient):
+    """The same with forward mode. Separate because Dynamo refuses a Function that has a jvp."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
@@ -284,11 +299,11 @@ class _Gradient(torch.autograd.Function):
         w = _Hvp.apply(ctx.name, ctx.key, ctx.omega, *scores, *v, *constants)
         return (torch.stack(terms).sum(0), *w)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, name: str, key: str, omega: Omega, *tensors: Tensor) -> Any:
-        front = to_front(tensors, in_dims[3:], info.batch_size)
-        out = _Gradient.apply(name, key, omega, *front)
-        return out, (0,) * len(out)
+
+def _gradient(name: str, key: str, omega: Omega, *tensors: Tensor) -> tuple[Tensor, ...]:
+    if torch.compiler.is_compiling():
+        return _Gradient.apply(name, key, omega, *tensors)
+    return _GradientBothModes.apply(name, key, omega, *tensors)
 
 
 class _Hvp(torch.autograd.Function):

@@ -28,7 +28,15 @@ class LevelTable(NamedTuple):
 
 
 def level_tables(forest: Forest, device: torch.device) -> list[LevelTable]:
-    """Every level of the forest, bottom up."""
+    """Every level of the forest, bottom up; made once for each device."""
+    view = forest.on(device)
+    if view.tables is None:
+        with torch._C._DisableFuncTorch():
+            view.tables = _make_tables(forest, device)
+    return view.tables
+
+
+def _make_tables(forest: Forest, device: torch.device) -> list[LevelTable]:
     order, ptr = forest.levels
     tables = []
     for low, high in itertools.pairwise(ptr):

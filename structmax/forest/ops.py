@@ -77,7 +77,8 @@ forest = Primitive("forest", (1,), (0,), _value, _gradient, _hvp, _naive, hold=l
 
 
 def _flat(scores: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
-    return scores.reshape(-1, scores.shape[-1]), goal.reshape(-1)
+    items = goal.numel()
+    return scores.reshape(items, scores.shape[-1]), goal.reshape(items)
 
 
 def _run_argmax(scores: Tensor, goal: Tensor, key: str, width: int) -> list[Tensor]:

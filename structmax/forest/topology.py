@@ -176,6 +176,7 @@ class DeviceForest:
     def __init__(self, forest: Forest, device: torch.device) -> None:
         self._forest, self.device = weakref.ref(forest), device
         self._tensors: dict[str, Tensor] = {}
+        self.tables: Any = None  # the naive engine's level tables
 
     def __getattr__(self, path: str) -> Tensor:
         """``view.head``, or ``view.levels_order`` for ``forest.levels.order``."""
@@ -191,7 +192,8 @@ class DeviceForest:
                 array = getattr(forest.by_part, path.removeprefix("by_part_"))
             else:
                 array = getattr(forest, path)
-            self._tensors[path] = torch.from_numpy(array).to(self.device)
+            with torch._C._DisableFuncTorch():  # a kept tensor must not belong to a transform
+                self._tensors[path] = torch.from_numpy(array).to(self.device)
         return self._tensors[path]
 
 
@@ -317,6 +319,12 @@ def lookup(key: str) -> Forest:
         while len(_cache) > 1 and sum(f.num_edges for f in _cache.values()) > MAX_CACHED_EDGES:
             _cache.popitem(last=False)
         return _cache[key]
+
+
+@torch.compiler.assume_constant_result
+def longest_derivation(key: str) -> int:
+    """The most nodes in any derivation of that forest."""
+    return int(lookup(key).derivation_size.max())
 
 
 def bucket(n: int) -> int:

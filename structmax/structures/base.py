@@ -84,10 +84,8 @@ class Structure(Distribution):
                 f"got {smoothing!r}."
             )
         super().__init__(batch_shape, torch.Size(event_shape), validate_args=False)
-        self._validate_args = (
-            Distribution._validate_args if validate_args is None else validate_args
-        )
-        self._validate_args = bool(self._validate_args)
+        # not torch's default: torch.compile, anywhere in the process, turns that one off
+        self._validate_args = validate_args is None or bool(validate_args)
 
     # -- what a subclass says ---------------------------------------------------------------------
 
@@ -312,8 +310,9 @@ def _kl(p: Structure, q: Structure) -> Tensor:
 
 
 def dot(scores: Tensor, mu: Tensor, event_dims: int) -> Tensor:
-    """⟨θ, μ⟩ over the event, with 0·(−inf) = 0, −inf if a forbidden part has mass."""
+    """⟨θ, μ⟩ over the event; −inf if a forbidden part has mass. Parts without mass do not count,
+    whatever their scores: 0·(−inf) = 0, and padding may hold NaN."""
     forbidden = scores == -math.inf
-    product = torch.where(forbidden, 0.0, scores) * mu
+    product = torch.where(forbidden | (mu == 0), 0.0, scores) * mu
     used = torch.where(forbidden & (mu > 0), -math.inf, 0.0)
     return (product + used).flatten(product.dim() - event_dims).sum(-1)

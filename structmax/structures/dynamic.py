@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from structmax.forest import naive, ops
-from structmax.forest.topology import Forest, lookup
+from structmax.forest.topology import Forest, longest_derivation, lookup
 from structmax.primitive import is_transforming
 from structmax.smoothing import SHANNON, Hard
 from structmax.structures import checks
@@ -66,7 +66,7 @@ class DynamicStructure(Structure):
 
     def _derivation_size(self) -> int:
         """The most nodes in a derivation."""
-        return int(lookup(self._forest_key()).derivation_size.max())
+        return longest_derivation(self._forest_key())
 
     def _aligned(self, q: Structure) -> tuple[DynamicStructure, DynamicStructure]:
         """This structure and q with the same parts and forest."""
@@ -133,7 +133,6 @@ class DynamicStructure(Structure):
 
     # -- discrete queries -------------------------------------------------------------------------
 
-    @torch.no_grad()
     def argmax(self) -> Tensor:
         theta = self._pack(self._parts()).detach()
         width = self.event_shape.numel()
@@ -142,14 +141,14 @@ class DynamicStructure(Structure):
             checks.feasible(self._name, "argmax", value)
         return z.unflatten(-1, self.event_shape).to(self.dtype)
 
-    @torch.no_grad()
     def sample(
         self, sample_shape: Sequence[int] = (), generator: torch.Generator | None = None
     ) -> Tensor:
         shape = torch.Size(sample_shape)
         theta = self._pack(self._parts()).detach()
         if self._validate_args:
-            checks.feasible(self._name, "sample", self.log_partition())
+            with torch.no_grad():
+                checks.feasible(self._name, "sample", self.log_partition())
         numbers = torch.rand(
             (shape.numel(), *self.batch_shape, self._derivation_size()),
             dtype=torch.float64,
@@ -164,10 +163,9 @@ class DynamicStructure(Structure):
         if k < 1:
             raise ValueError(f"{self._name}.topk: k must be at least 1, got {k}.")
         theta = self._pack(self._parts())
-        with torch.no_grad():
-            width = self.event_shape.numel()
-            scores, z = ops.kbest(theta.detach(), self._goal(), self._forest_key(), k, width)
-            z = z.unflatten(-1, self.event_shape).to(self.dtype)
+        width = self.event_shape.numel()
+        scores, z = ops.kbest(theta.detach(), self._goal(), self._forest_key(), k, width)
+        z = z.unflatten(-1, self.event_shape).to(self.dtype)
         exists = scores > -math.inf
         if is_transforming([theta]):  # the same numbers, with a gradient
             at = len(self.batch_shape)
@@ -177,7 +175,6 @@ class DynamicStructure(Structure):
             scores = torch.where(exists, again, -math.inf)
         return TopK(z, scores, exists)
 
-    @torch.no_grad()
     def max_marginals(self) -> Tensor:
         theta = self._pack(self._parts()).detach()
         width = self.event_shape.numel()
@@ -232,10 +229,11 @@ class DynamicStructure(Structure):
         wide = self.expand(batch)
         parts = [torch.zeros_like(p, dtype=torch.float64) for p in wide._parts()]
         parts[0] = torch.where(z > 0, 1.0, -math.inf).to(torch.float64)
-        theta = wide._pack(parts).reshape(batch.numel(), -1)
+        theta = wide._pack(parts)
+        theta = theta.reshape(batch.numel(), theta.shape[-1])
         goal = wide._goal().reshape(-1)
         use = naive.edge_visits(forest, naive.backpointers(forest, theta, Hard()), goal)
-        counts = _counts_of_edges(forest, use)[..., : self.event_shape.numel()]
+        counts = counts_of_edges(forest, use)[..., : self.event_shape.numel()]
         wrong = (counts != z.reshape(counts.shape).to(counts.dtype)).any(-1)
         if self._validate_args and checks.can_look() and bool(wrong.any()):
             item = int(wrong.nonzero()[0])
@@ -247,7 +245,8 @@ class DynamicStructure(Structure):
         batch = z.shape[: z.dim() - len(self.event_shape)]
         forest = lookup(self._forest_key())
         with torch.no_grad():
-            counts = _counts_of_edges(forest, self._edge_use(z)).reshape(*batch, -1)
+            counts = counts_of_edges(forest, self._edge_use(z))
+            counts = counts.reshape(*batch, forest.num_parts)
         wide = self.expand(batch)
         theta = wide._pack(wide._parts())
         return dot(theta, counts[..., : theta.shape[-1]].to(theta.dtype), 1)
@@ -262,35 +261,35 @@ class DynamicStructure(Structure):
         batch = z.shape[: z.dim() - len(self.event_shape)]
         with torch.no_grad():
             use = self._edge_use(z)
-        q = self._backpointers().expand(*batch, -1).reshape(use.shape)
+        q = self._backpointers()
+        q = q.expand(*batch, q.shape[-1]).reshape(use.shape)
         return _sum_log(q, use).reshape(batch).to(self._parts()[0].dtype)
 
     def _backpointers(self) -> Tensor:
         """q ``(*batch, e)`` at every node of the forest, by the naive engine, differentiable."""
         theta = self._pack(self._parts())
         forest = lookup(self._forest_key())
-        q = naive.backpointers(forest, theta.reshape(-1, theta.shape[-1]), self.smoothing)
-        return q.reshape(*self.batch_shape, -1)
+        flat = theta.reshape(self.batch_shape.numel(), theta.shape[-1])
+        q = naive.backpointers(forest, flat, self.smoothing)
+        return q.reshape(*self.batch_shape, forest.num_edges)
 
     def cross_entropy(self, q: Structure) -> Tensor:
         p, q = self._aligned(q)
         if q._is_gibbs:
             own, mu = p._feasible_marginals()
             value = own if q is p else q._value()
-            pairs = zip(q._parts_without_padding(), mu, strict=True)
+            pairs = zip(q._parts(), mu, strict=True)
             total = sum(dot(theta, m, m.dim() - len(p.batch_shape)) for theta, m in pairs)
             return (value - total) / q.smoothing.gamma
         forest = lookup(p._forest_key())
         batch_shape = torch.broadcast_shapes(p.batch_shape, q.batch_shape)
         p, q = p.expand(batch_shape), q.expand(batch_shape)
-        local_p, local_q = (s._backpointers().reshape(batch_shape.numel(), -1) for s in (p, q))
+        local_p, local_q = (
+            s._backpointers().reshape(batch_shape.numel(), forest.num_edges) for s in (p, q)
+        )
         use = naive.edge_visits(forest, local_p, p._goal().reshape(-1))
         dtype = self._parts()[0].dtype
         return -_sum_log(local_q, use).reshape(batch_shape).to(dtype)
-
-    def _parts_without_padding(self) -> tuple[Tensor, ...]:
-        """``_parts`` with zeros where no structure has a part."""
-        return self._unpack(self._pack(self._parts()))
 
     def condition(
         self, include: Tensor | None = None, exclude: Tensor | None = None
@@ -336,14 +335,14 @@ class DynamicStructure(Structure):
     def _best_by_probability(self, k: int) -> tuple[Tensor, Tensor]:
         """The k likeliest walks: k best derivations when every edge scores log q."""
         forest = lookup(self._forest_key())
-        edges = _forest_of_edges(forest)
+        edges = forest_of_edges(forest)
         log_q = self._backpointers().log()
         log_prob, use = ops.kbest(log_q, self._goal(), edges.key, k, forest.num_edges)
-        z = _counts_of_edges(forest, use)[..., : self.event_shape.numel()]
+        z = counts_of_edges(forest, use)[..., : self.event_shape.numel()]
         return z.unflatten(-1, self.event_shape).to(self.dtype), log_prob.to(self._parts()[0].dtype)
 
 
-def _counts_of_edges(forest: Forest, use: Tensor) -> Tensor:
+def counts_of_edges(forest: Forest, use: Tensor) -> Tensor:
     """Uses of parts ``(..., P)`` from uses of edges ``(..., e)``: each visit uses one edge."""
     lists = forest.on(use.device)
     counts = use.new_zeros(*use.shape[:-1], forest.num_parts + 1)
@@ -352,7 +351,7 @@ def _counts_of_edges(forest: Forest, use: Tensor) -> Tensor:
     return counts.index_add(-1, own, use)[..., :-1]
 
 
-def _forest_of_edges(forest: Forest) -> Forest:
+def forest_of_edges(forest: Forest) -> Forest:
     """The same forest with each edge its own part."""
     import numpy as np
 

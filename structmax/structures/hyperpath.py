@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from structmax.forest import ops
 from structmax.forest.topology import Forest
 from structmax.smoothing import Smoothing
 from structmax.structures import checks
-from structmax.structures.dynamic import DynamicStructure
+from structmax.structures.base import dot
+from structmax.structures.dynamic import DynamicStructure, counts_of_edges, forest_of_edges
 
 
 class Hyperpath(DynamicStructure):
     """A derivation of a goal node of a forest drawn with :class:`ForestBuilder`.
 
     z counts how often each part is used. Queries are over derivations: if two derivations use the
-    same parts (the forest is ambiguous), the probability of z is shared between them, and
-    ``log_prob`` (unless the smoothing is Shannon's and the forest unambiguous), ``topk`` and
-    ``enumerate_support`` speak of single derivations.
+    same parts (the forest is ambiguous), ``log_prob``, ``topk`` and ``enumerate_support`` speak of
+    single derivations, and the probability of z is the sum over its derivations.
 
     Args:
         forest: the topology
@@ -87,6 +89,28 @@ class Hyperpath(DynamicStructure):
 
     def _replace_primary(self, scores: Tensor) -> Hyperpath:
         return self._rebuild(scores=scores)
+
+    def _score(self, z: Tensor) -> Tensor:
+        return dot(self._parts()[0], z.to(self._parts()[0].dtype), 1)
+
+    def _edge_use(self, z: Tensor) -> Tensor:
+        """The edges of a derivation with these counts, searched among those within its parts."""
+        batch = z.shape[:-1]
+        counts = z.reshape(batch.numel(), z.shape[-1]).double()
+        within = torch.where(counts > 0, 1.0, -math.inf)
+        pad = torch.nn.functional.pad(within, (0, 1))
+        lists = self.forest.on(z.device)
+        theta = pad[:, lists.edge_part.long()] + pad[:, lists.node_part[lists.head.long()].long()]
+        goal = self._goal().expand(batch).reshape(-1)
+        edges = forest_of_edges(self.forest)
+        for k in (1, 8, 64, 512):
+            _, use = ops.kbest(theta, goal, edges.key, k, self.forest.num_edges)
+            found = (counts_of_edges(self.forest, use) == counts[:, None]).all(-1)  # (items, k)
+            if bool(found.any(-1).all()):
+                chosen = found.to(torch.uint8).argmax(-1)
+                return use[torch.arange(len(use), device=use.device), chosen]
+        item = int((~found.any(-1)).nonzero()[0])
+        raise ValueError(f"Hyperpath: z is not a derivation (flattened item {item}).")
 
     def enumerate_support(self, expand: bool = True) -> Tensor:
         """The part counts of every derivation, by recursion over the forest."""

@@ -227,9 +227,6 @@ class LinearChain(DynamicStructure):
                 transition = torch.where(inside[..., 1:, None, None], transition, 0.0)
         return unary, transition
 
-    def _parts_without_padding(self) -> tuple[Tensor, ...]:
-        return self._unpadded(self._parts())
-
     def _replace_primary(self, scores: Tensor) -> LinearChain:
         return LinearChain(
             scores,
@@ -262,7 +259,6 @@ class LinearChain(DynamicStructure):
         value, *mu = dense.chain.value_and_gradient(self._parts(), *args)
         return value, tuple(mu)
 
-    @torch.no_grad()
     def argmax(self) -> Tensor:
         unary, transition = (p.detach() for p in self._parts())
         best, tags = dense.argmax(unary, transition, self._lengths())
@@ -297,6 +293,9 @@ class LinearChain(DynamicStructure):
         self._same_kind(q)
         if not isinstance(q, LinearChain):
             raise ValueError(f"{self._name}: cannot compare with {type(q).__name__}.")
+        ragged = self.lengths is not None or q.lengths is not None
+        if ragged and checks.can_look() and bool((self._lengths() != q._lengths()).any()):
+            raise ValueError(f"{self._name}: both distributions must have the same lengths.")
         if self._steps_given == q._steps_given:
             return self, q
         return self._per_step(), q._per_step()
