@@ -72,8 +72,7 @@ def is_transforming(tensors: Tensors) -> bool:
     if torch.compiler.is_compiling():
         return False
     return (
-        torch._C._are_functorch_transforms_active()
-        or torch.autograd.forward_ad._current_level >= 0
+        torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
     )
 
 

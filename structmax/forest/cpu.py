@@ -100,7 +100,7 @@ def options(x, V, S, e0, e1, tail1, tail2, edge_part, peak):
             peak[lane] = y if y > peak[lane] else peak[lane]
 
 
-@kernel(fast=True)
+@kernel(fused=True)
 def up(kind, gamma, alpha, S, V, T, x, last, ptr, tail1, tail2, edge_part, node_part):
     """Values of nodes 0..last. T holds W = V − θ[part(v)] (Shannon, Hard) or τ (Tsallis)."""
     L = S.shape[1]
@@ -155,7 +155,7 @@ def up(kind, gamma, alpha, S, V, T, x, last, ptr, tail1, tail2, edge_part, node_
                 V[v, lane] = value + S[own, lane]
 
 
-@kernel(fast=True)
+@kernel(fused=True)
 def weights(kind, gamma, alpha, x, count, T, v):
     """Replaces the options x of node v by its backpointers q. Nothing where it is infeasible."""
     L = x.shape[1]
@@ -187,7 +187,7 @@ def weights(kind, gamma, alpha, x, count, T, v):
                 x[d, lane] /= total
 
 
-@kernel(fast=True)
+@kernel(fused=True)
 def down(kind, gamma, alpha, S, V, T, x, last, goal, ptr, tail1, tail2, edge_part, node_part, G, M):
     """Expected visits G of nodes and M of parts, from each lane's goal down."""
     L = S.shape[1]
@@ -218,7 +218,7 @@ def down(kind, gamma, alpha, S, V, T, x, last, goal, ptr, tail1, tail2, edge_par
                 M[c, lane] += flow
 
 
-@kernel(fast=True)
+@kernel(fused=True)
 def tangent(
     kind, gamma, alpha, S, V, T, x, last, goal, ptr, tail1, tail2, edge_part, node_part,
     dS, dV, mean, G, dG, dM,
@@ -364,10 +364,16 @@ def kbest_item(
     for v in range(goal + 1):
         own = S[node_part[v]]
         size = 0
+        bad = own
         for e in range(ptr[v], ptr[v + 1]):
             y = S[edge_part[e]] + V[tail1[e], 0] + V[tail2[e], 0]
             if y > -INF:
                 size = push(heap, keys, size, y, e, 0, 0)
+            elif y != y:
+                bad = y
+        if bad != bad:  # has no order: every rank is NaN, and so are those that build on them
+            V[v] = bad
+            continue
         for r in range(k):
             if size == 0 or own == -INF:
                 V[v, r] = -INF
@@ -387,6 +393,7 @@ def kbest_item(
     for r in range(k):
         scores[r] = V[goal, r]
         if not scores[r] > -INF:
+            z[r] = 0.0 if scores[r] == -INF else scores[r]
             continue
         top = 1
         stack[0, 0], stack[0, 1] = goal, r
@@ -440,6 +447,12 @@ def pop(heap, keys, size):
     return size
 
 
+@kernel(inner=True)
+def larger(x, y):
+    """The larger of two; NaN wins and stays."""
+    return y if y > x or y != y else x
+
+
 @kernel
 def outside(S, V, last, goal, ptr, tail1, tail2, edge_part, node_part, O, M):
     """M: the best score of a derivation through each part (hard inside V, hard outside O)."""
@@ -451,16 +464,17 @@ def outside(S, V, last, goal, ptr, tail1, tail2, edge_part, node_part, O, M):
     for v in range(last, -1, -1):
         own = node_part[v]
         for lane in range(L):
-            total = O[v, lane] + V[v, lane]
-            if total > M[own, lane]:
-                M[own, lane] = total
+            if O[v, lane] != -INF:
+                M[own, lane] = larger(M[own, lane], O[v, lane] + V[v, lane])
         for e in range(ptr[v], ptr[v + 1]):
             a, b, c = tail1[e], tail2[e], edge_part[e]
             for lane in range(L):
+                if O[v, lane] == -INF:  # out of reach, so a NaN here is nobody's
+                    continue
                 above = O[v, lane] + S[own, lane] + S[c, lane]
-                O[a, lane] = max(O[a, lane], above + V[b, lane])
-                O[b, lane] = max(O[b, lane], above + V[a, lane])
-                M[c, lane] = max(M[c, lane], above + V[a, lane] + V[b, lane])
+                O[a, lane] = larger(O[a, lane], above + V[b, lane])
+                O[b, lane] = larger(O[b, lane], above + V[a, lane])
+                M[c, lane] = larger(M[c, lane], above + V[a, lane] + V[b, lane])
 
 
 class Block:

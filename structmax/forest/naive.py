@@ -198,7 +198,9 @@ def kbest(
         )
     rows = torch.arange(batch, device=scores.device)
     best = values[rows, goal.long()]
-    z = torch.where((best > -math.inf)[..., None], counts[rows, goal.long()], 0.0)
+    best = torch.where(best.isnan().any(-1, keepdim=True), math.nan, best)
+    z = torch.where((best == -math.inf)[..., None], 0.0, counts[rows, goal.long()])
+    z = torch.where(best.isnan()[..., None], math.nan, z)
     return best.to(scores.dtype), z.to(scores.dtype)
 
 
@@ -224,9 +226,11 @@ def max_marginals(forest: Forest, scores: Tensor, goal: Tensor, width: int) -> T
         first, second = lists.tail1[edges].long(), lists.tail2[edges].long()
         above = outside[:, head] + theta[:, lists.node_part[head].long()]
         above = above + theta[:, lists.edge_part[edges].long()]
+        above = torch.where(outside[:, head] == -math.inf, -math.inf, above)
         outside = raise_to(outside, first, above + inside[:, second])
         outside = raise_to(outside, second, above + inside[:, first])
         best = raise_to(best, lists.edge_part[edges], above + inside[:, first] + inside[:, second])
         total = outside[:, table.nodes] + inside[:, table.nodes]
+        total = torch.where(outside[:, table.nodes] == -math.inf, -math.inf, total)
         best = raise_to(best, lists.node_part[table.nodes], total)
     return best[:, :width].to(scores.dtype)

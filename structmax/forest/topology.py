@@ -39,7 +39,8 @@ class Forest:
     Attributes (int32): edges are sorted by head, ``ptr (v+1)`` delimits the edges into each node;
     ``head, tail1, tail2, edge_part (e)``; ``node_part (v)``. An absent tail is node ``num_nodes``
     (value 0); an absent part is part ``num_parts`` (score 0). A node built without edges is a leaf:
-    it gets one edge without tails, so every node has an edge.
+    it gets one edge without tails, so every node has an edge. ``derivation_size (v)`` is the most
+    nodes in a derivation of each node, ``longest`` the largest of them.
     """
 
     def __init__(
@@ -65,6 +66,14 @@ class Forest:
         self.node_part = np.where(node_part < 0, num_parts, node_part).astype(np.int32)
         degree[leaves] = 1
         self.ptr = np.concatenate([[0], np.cumsum(degree)]).astype(np.int32)
+        size = _derivation_size(self.ptr, self.tail1, self.tail2)
+        self.longest = int(size.max())
+        if self.longest > np.iinfo(np.int32).max:
+            raise ValueError(
+                "Forest: a derivation may visit more than 2**31 nodes (a node reused as both tails "
+                "doubles at every level); derivations of such a forest cannot be walked."
+            )
+        self.derivation_size = size.astype(np.int32)
         self._register()
 
     def _register(self) -> None:
@@ -83,16 +92,8 @@ class Forest:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        names = (
-            "num_nodes",
-            "num_parts",
-            "head",
-            "tail1",
-            "tail2",
-            "edge_part",
-            "node_part",
-            "ptr",
-        )
+        fixed = "head tail1 tail2 edge_part node_part ptr derivation_size"
+        names = ["num_nodes", "num_parts", "longest", *fixed.split()]
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -111,17 +112,6 @@ class Forest:
     def max_degree(self) -> int:
         """D: the most incoming edges of a node."""
         return int(np.diff(self.ptr).max(initial=1))
-
-    @cached_property
-    def derivation_size(self) -> Ints:
-        """``(v)``: the most nodes in a derivation of each node."""
-        size = _derivation_size(self.ptr, self.tail1, self.tail2)
-        if size.max(initial=0) > np.iinfo(np.int32).max:
-            raise ValueError(
-                "Forest: a derivation may visit more than 2**31 nodes (a node reused as both tails "
-                "doubles at every level); derivations of such a forest cannot be walked."
-            )
-        return size.astype(np.int32)
 
     @cached_property
     def reversed(self) -> Reversed:
@@ -319,12 +309,6 @@ def lookup(key: str) -> Forest:
         while len(_cache) > 1 and sum(f.num_edges for f in _cache.values()) > MAX_CACHED_EDGES:
             _cache.popitem(last=False)
         return _cache[key]
-
-
-@torch.compiler.assume_constant_result
-def longest_derivation(key: str) -> int:
-    """The most nodes in any derivation of that forest."""
-    return int(lookup(key).derivation_size.max())
 
 
 def bucket(n: int) -> int:

@@ -152,6 +152,10 @@ class Structure(Distribution):
         """−E_p log q with p this structure, ``(*batch)``; +inf where q forbids what p uses."""
 
     @abstractmethod
+    def mbr(self) -> Tensor:
+        """The structure of least expected Hamming cost ``(*batch, *parts)``: argmax of ⟨μ, z⟩."""
+
+    @abstractmethod
     def condition(self, include: Tensor | None = None, exclude: Tensor | None = None) -> Structure:
         """The same structure with some parts forced in and some out.
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from structmax.forest import naive, ops
-from structmax.forest.topology import Forest, longest_derivation, lookup
+from structmax.forest.topology import Forest, lookup
 from structmax.primitive import is_transforming
 from structmax.smoothing import SHANNON, Hard
 from structmax.structures import checks
@@ -66,7 +66,7 @@ class DynamicStructure(Structure):
 
     def _derivation_size(self) -> int:
         """The most nodes in a derivation."""
-        return longest_derivation(self._forest_key())
+        return lookup(self._forest_key()).longest
 
     def _aligned(self, q: Structure) -> tuple[DynamicStructure, DynamicStructure]:
         """This structure and q with the same parts and forest."""
@@ -115,21 +115,18 @@ class DynamicStructure(Structure):
         kept = self.__dict__.get("_kept")
         return self._value() if kept is None else self._cached()[0]
 
-    def _feasible_marginals(self) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Value and gradient, refusing items without a structure: NaN where it cannot look."""
-        value, mu = self._cached()
-        if self._validate_args:
-            checks.feasible(self._name, "marginals", value.detach())
-        if not (self._validate_args and checks.can_look()):
-            none = value.detach() == -math.inf
-            batch = len(self.batch_shape)
-            mu = tuple(
-                torch.where(none[(..., *[None] * (m.dim() - batch))], math.nan, m) for m in mu
-            )
-        return value, mu
+    def _refuse_infeasible(self, query: str, value: Tensor, answer: Tensor) -> Tensor:
+        """The answer; an item without a structure is an error, or NaN where one cannot look."""
+        value = value.detach()
+        if self._validate_args and checks.can_look():
+            checks.feasible(self._name, query, value)
+            return answer
+        none = value == -math.inf
+        return torch.where(none[(..., *[None] * (answer.dim() - none.dim()))], math.nan, answer)
 
     def marginals(self) -> Tensor:
-        return self._feasible_marginals()[1][0].to(self.dtype)
+        value, mu = self._cached()
+        return self._refuse_infeasible("marginals", value, mu[0]).to(self.dtype)
 
     # -- discrete queries -------------------------------------------------------------------------
 
@@ -137,8 +134,7 @@ class DynamicStructure(Structure):
         theta = self._pack(self._parts()).detach()
         width = self.event_shape.numel()
         value, z = ops.argmax(theta, self._goal(), self._forest_key(), width)
-        if self._validate_args:
-            checks.feasible(self._name, "argmax", value)
+        z = self._refuse_infeasible("argmax", value, z)
         return z.unflatten(-1, self.event_shape).to(self.dtype)
 
     def sample(
@@ -276,7 +272,8 @@ class DynamicStructure(Structure):
     def cross_entropy(self, q: Structure) -> Tensor:
         p, q = self._aligned(q)
         if q._is_gibbs:
-            own, mu = p._feasible_marginals()
+            own, mu = p._cached()
+            own = p._refuse_infeasible("cross_entropy", own, own)
             value = own if q is p else q._value()
             pairs = zip(q._parts(), mu, strict=True)
             total = sum(dot(theta, m, m.dim() - len(p.batch_shape)) for theta, m in pairs)

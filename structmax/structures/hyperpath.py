@@ -87,6 +87,9 @@ class Hyperpath(DynamicStructure):
         last, device = self.forest.num_nodes - 1, self.scores.device
         return torch.full(self.batch_shape, last, dtype=torch.int32, device=device)
 
+    def _derivation_size(self) -> int:
+        return self.forest.longest
+
     def _replace_primary(self, scores: Tensor) -> Hyperpath:
         return self._rebuild(scores=scores)
 

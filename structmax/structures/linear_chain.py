@@ -167,21 +167,27 @@ class LinearChain(DynamicStructure):
             return torch.full(self.batch_shape, n, dtype=torch.int64, device=device)
         return self.lengths.expand(self.batch_shape)
 
+    def _dtype_inside(self) -> torch.dtype:
+        """What is computed in: the widest of the scores' dtypes, at least float32."""
+        dtype = torch.float32
+        for scores in (self.unary, self.transition, self.start, self.end):
+            if scores is not None:
+                dtype = torch.promote_types(dtype, scores.dtype)
+        return dtype
+
     def _parts(self) -> tuple[Tensor, ...]:
         n, c = self.event_shape
-        given = [t for t, _ in self._tensors().values() if t.is_floating_point()]
-        dtype = torch.float32
-        for t in given:
-            dtype = torch.promote_types(dtype, t.dtype)
+        dtype = self._dtype_inside()
         unary = self.unary.to(dtype).expand(*self.batch_shape, n, c)
         if self.start is not None or self.end is not None:
-            position = torch.arange(n, device=unary.device)[:, None]
-            if self.start is not None:
-                unary = torch.where(position == 0, unary + self.start[..., None, :], unary)
-            if self.end is not None:
-                last = position == self._lengths()[..., None, None] - 1
-                unary = torch.where(last, unary + self.end[..., None, :], unary)
-            unary = unary.to(dtype)
+            last = self._lengths() - 1
+            ends = [(self.start, torch.zeros_like(last)), (self.end, last)]
+            given = [
+                (s.to(dtype).expand(*self.batch_shape, c), at) for s, at in ends if s is not None
+            ]
+            added = torch.stack([scores for scores, _ in given], -2)  # (*B, 1 or 2, c)
+            position = torch.stack([at for _, at in given], -1)[..., None].expand_as(added)
+            unary = unary.scatter_add(-2, position, added)
         transition = self.transition.to(dtype)
         if not self._steps_given:
             transition = transition.unsqueeze(-3)
@@ -259,15 +265,26 @@ class LinearChain(DynamicStructure):
         value, *mu = dense.chain.value_and_gradient(self._parts(), *args)
         return value, tuple(mu)
 
-    def argmax(self) -> Tensor:
+    def _viterbi(self) -> tuple[Tensor, Tensor]:
         unary, transition = (p.detach() for p in self._parts())
         best, tags = dense.argmax(unary, transition, self._lengths())
+        return best, tags
+
+    def argmax(self) -> Tensor:
+        best, tags = self._viterbi()
         z = tags[..., None] == torch.arange(self.event_shape[1], device=tags.device)
-        if self._validate_args and checks.can_look():
-            checks.feasible(self._name, "argmax", best)
-            return z.to(self.dtype)
-        good = best > -math.inf
-        return torch.where(good[..., None, None], z.to(self.dtype), math.nan)
+        z = self._refuse_infeasible("argmax", best, z.to(self.dtype))
+        return z if self._validate_args else torch.where(best.isnan()[..., None, None], math.nan, z)
+
+    def argmax_tags(self) -> Tensor:
+        """The tags of ``argmax()`` as integers ``(*B, n)``, −1 in the padding, without one-hots.
+
+        An item without a structure is an error, or −1 throughout where one cannot look.
+        """
+        best, tags = self._viterbi()
+        if self._validate_args:
+            checks.feasible(self._name, "argmax_tags", best)
+        return torch.where((best > -math.inf)[..., None], tags, -1)
 
     # -- transitions ------------------------------------------------------------------------------
 
@@ -287,7 +304,8 @@ class LinearChain(DynamicStructure):
 
     def edge_marginals(self) -> Tensor:
         """The probability of each transition at each step, ``(*B, n−1, c, c)``. Differentiable."""
-        return self._per_step()._feasible_marginals()[1][1].to(self.dtype)
+        value, mu = self._per_step()._cached()
+        return self._refuse_infeasible("edge_marginals", value, mu[1]).to(self.dtype)
 
     def _aligned(self, q: Structure) -> tuple[DynamicStructure, DynamicStructure]:
         self._same_kind(q)
@@ -317,19 +335,29 @@ class LinearChain(DynamicStructure):
         """For tags ``(*sample, *B, n)``; those in the padding may be anything."""
         n, c = self.event_shape
         batch = tags.shape[:-1]
-        unary, transition = self._parts()
-        inside = self._inside().expand(*batch, n)
-        tags = torch.where(inside, tags, 0).long()
-        own = unary.expand(*batch, n, c).gather(-1, tags[..., None]).squeeze(-1)
+        inside = None if self.lengths is None else self._inside().expand(*batch, n)
+        tags = tags.long() if inside is None else torch.where(inside, tags, 0).long()
+        own = self.unary.expand(*batch, n, c).gather(-1, tags[..., None]).squeeze(-1)
         pair = tags[..., :-1] * c + tags[..., 1:]  # (..., n − 1)
-        flat = transition.flatten(-2)  # (*B, s, c²)
+        flat = self.transition.flatten(-2)
         if self._steps_given:
-            flat = flat.expand(*batch, n - 1, c * c)
-            between = flat.gather(-1, pair[..., None]).squeeze(-1)
+            between = flat.expand(*batch, n - 1, c * c).gather(-1, pair[..., None]).squeeze(-1)
+        elif flat.dim() == 1:
+            between = flat.take(pair)
         else:
-            between = flat.squeeze(-2).expand(*batch, c * c).gather(-1, pair)
-        total = torch.where(inside, own, 0.0).sum(-1)
-        return total + torch.where(inside[..., 1:], between, 0.0).sum(-1)
+            between = flat.expand(*batch, c * c).gather(-1, pair)
+        if inside is not None:
+            own = torch.where(inside, own, 0.0)
+            between = torch.where(inside[..., 1:], between, 0.0)
+        dtype = self._dtype_inside()
+        total = own.to(dtype).sum(-1) + between.to(dtype).sum(-1)
+        if self.start is not None:
+            first = tags[..., :1]
+            total = total + self.start.expand(*batch, c).gather(-1, first).squeeze(-1)
+        if self.end is not None:
+            last = tags.gather(-1, self._lengths().expand(batch)[..., None] - 1)
+            total = total + self.end.expand(*batch, c).gather(-1, last).squeeze(-1)
+        return total
 
     def _checked_tags(self, tags: Tensor) -> Tensor:
         n, c = self.event_shape

@@ -17,32 +17,32 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from structmax.jit import exp, kernel, run_chunks
+from structmax.jit import exp, kernel, log, run_chunks
 
 INF = math.inf
 TINY = 1e-25  # far above the smallest float32, far below any sum that matters
-STEEP = 40.0  # log of the largest factor by which an underflown product may be scaled up
 
 
-@kernel(fast=True)
+@kernel(fast=True, inner=True)
 def exponentials(T, E, column):
     """E = exp(T − m) and m, the largest entry of T (0 if all are −inf)."""
     c = T.shape[0]
-    column[:] = -INF
+    for j in range(c):
+        column[j] = -INF
     for i in range(c):
         for j in range(c):
             column[j] = T[i, j] if T[i, j] > column[j] else column[j]
     m = column[0]
     for j in range(1, c):
         m = column[j] if column[j] > m else m
-    m = m if m > -INF else m - m if m != m else column.dtype.type(0)
+    m = m if m > -INF else column.dtype.type(0)
     for i in range(c):
         for j in range(c):
             E[i, j] = exp(T[i, j] - m)
-    return float(m)
+    return np.float64(m)
 
 
-@kernel
+@kernel(inner=True)
 def relative(x, out):
     """out = exp(x − m) in the dtype of out, and m, the largest of x (0 if all are −inf)."""
     m = -INF
@@ -56,7 +56,7 @@ def relative(x, out):
     return m
 
 
-@kernel
+@kernel(inner=True)
 def log_sum_exp(x):
     """log Σ exp x, exact with −inf and NaN."""
     m = -INF
@@ -69,89 +69,77 @@ def log_sum_exp(x):
     return m + math.log(total)
 
 
-@kernel(fast=True)
+@kernel(fast=True, inner=True)
 def sums_into(p, E, total):
-    """total_j = Σ_i p_i E_ij."""
-    total[:] = 0
-    for i in range(E.shape[0]):
-        for j in range(E.shape[1]):
+    """total_j = Σ_i p_i E_ij, four rows at a time so that the sums stay in registers."""
+    c = E.shape[0]
+    whole = c - c % 4
+    for j in range(c):
+        total[j] = 0
+    for i in range(0, whole, 4):
+        p0, p1, p2, p3 = p[i], p[i + 1], p[i + 2], p[i + 3]
+        for j in range(c):
+            total[j] += (p0 * E[i, j] + p1 * E[i + 1, j]) + (p2 * E[i + 2, j] + p3 * E[i + 3, j])
+    for i in range(whole, c):
+        for j in range(c):
             total[j] += p[i] * E[i, j]
 
 
-@kernel(fast=True)
-def sum_along(E, i, p):
-    """Σ_j E_ij p_j."""
-    total = E[i, 0] * p[0]
-    for j in range(1, E.shape[1]):
-        total += E[i, j] * p[j]
-    return total
+@kernel(fast=True, inner=True)
+def sums_from(E, p, total):
+    """total_i = Σ_j E_ij p_j."""
+    for i in range(E.shape[0]):
+        x = E[i, 0] * p[0]
+        for j in range(1, E.shape[1]):
+            x += E[i, j] * p[j]
+        total[i] = x
 
 
-@kernel
-def forward(u, T, length, alpha, E, peaks, p, total, scratch, keep):
-    """α of one item; E and the largest entries of T are kept for the way back if asked."""
+@kernel(inner=True)
+def fill(x, value):
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            x[i, j] = value
+
+
+@kernel(inner=True)
+def all_safe(total):
+    """Whether every sum is a number that underflow cannot have changed."""
+    safe = True
+    for j in range(total.shape[0]):
+        safe &= total[j] >= TINY
+    return safe
+
+
+@kernel(inner=True)
+def logs(total, shift, add, out):
+    """out = add + shift + log total, for safe totals."""
+    for j in range(total.shape[0]):
+        out[j] = add[j] + (shift + log(np.float64(total[j])))
+
+
+@kernel(inner=True)
+def forward(u, T, length, alpha, P, E, peaks, total, scratch, keep):
+    """α of one item, P = exp(α − max α); every E is kept for the way back if asked."""
     c, shared = u.shape[1], T.shape[0] == 1
-    alpha[0] = u[0]
+    for j in range(c):
+        alpha[0, j] = u[0, j]
     for t in range(1, length):
         step = 0 if shared else t - 1
         slot = step if keep else 0
         if t == 1 or not shared:
             peaks[slot] = exponentials(T[step], E[slot], total)
-        m = relative(alpha[t - 1], p)
-        sums_into(p, E[slot], total)
-        for j in range(c):
-            if total[j] < TINY:
+        m = relative(alpha[t - 1], P[t - 1])
+        sums_into(P[t - 1], E[slot], total)
+        if all_safe(total):
+            logs(total, m + peaks[slot], u[t], alpha[t])
+        else:
+            for j in range(c):
                 for i in range(c):
                     scratch[i] = alpha[t - 1, i] + T[step, i, j]
                 alpha[t, j] = u[t, j] + log_sum_exp(scratch)
-            else:
-                alpha[t, j] = u[t, j] + (m + peaks[slot] + math.log(total[j]))
+    relative(alpha[length - 1], P[length - 1])
     return log_sum_exp(alpha[length - 1])
-
-
-@kernel
-def position_marginals(alpha, beta, scratch, mu):
-    """μ = softmax(α + β) in the dtype of mu, and its log-normaliser.
-
-    Normalising at every position keeps rounding from piling up along a long chain.
-    """
-    c = alpha.shape[0]
-    for i in range(c):
-        scratch[i] = alpha[i] + beta[i]
-    m = relative(scratch, scratch)
-    total = 0.0
-    for i in range(c):
-        total += scratch[i]
-    for i in range(c):
-        mu[i] = scratch[i] / total
-    return m + math.log(total)
-
-
-@kernel
-def step_back(u, T, t, beta, E, peak, p, scratch, after):
-    """β at t from β at t + 1, in place; after = u + β at t + 1, p = exp(after − m). Returns m."""
-    c = u.shape[1]
-    for j in range(c):
-        after[j] = u[t + 1, j] + beta[j]
-    m = relative(after, p)
-    for i in range(c):
-        total = sum_along(E, i, p)
-        if total < TINY:
-            for j in range(c):
-                scratch[j] = T[i, j] + after[j]
-            beta[i] = log_sum_exp(scratch)
-        else:
-            beta[i] = m + peak + math.log(total)
-    return m
-
-
-@kernel(fast=True)
-def outer(p, E, r, factor, out):
-    """out = factor · p_i E_ij r_j."""
-    for i in range(E.shape[0]):
-        left = p[i] * factor
-        for j in range(E.shape[1]):
-            out[i, j] = left * E[i, j] * r[j]
 
 
 @kernel
@@ -159,63 +147,124 @@ def values(low, high, U, TT, lengths, out):
     """A of the items low..high."""
     n, c = U.shape[1:]
     alpha, scratch, peaks = np.empty((n, c)), np.empty(c), np.empty(1)
-    E, p, total = np.empty((1, c, c), U.dtype), np.empty(c, U.dtype), np.empty(c, U.dtype)
+    P, E, total = np.empty((n, c), U.dtype), np.empty((1, c, c), U.dtype), np.empty(c, U.dtype)
     for b in range(low, high):
         T = TT[b if TT.shape[0] > 1 else 0]
-        out[b] = forward(U[b], T, lengths[b], alpha, E, peaks, p, total, scratch, False)
+        out[b] = forward(U[b], T, lengths[b], alpha, P, E, peaks, total, scratch, False)
 
 
-@kernel(fast=True)
-def add_outer(p, r, factor, out):
-    """out += factor · p_i r_j."""
-    for i in range(out.shape[0]):
-        left = p[i] * factor
-        for j in range(out.shape[1]):
-            out[i, j] += left * r[j]
+@kernel(fast=True, inner=True)
+def weigh(p, total, mu):
+    """μ_i = p_i total_i / S; p becomes p / S. Nothing is written unless S is safe; returns S."""
+    mass = p[0] * total[0]
+    for i in range(1, p.shape[0]):
+        mass += p[i] * total[i]
+    if mass >= TINY:
+        for i in range(p.shape[0]):
+            p[i] /= mass
+            mu[i] = p[i] * total[i]
+    return mass
+
+
+@kernel(fast=True, inner=True)
+def outer(p, E, r, out):
+    """out_ij = p_i E_ij r_j."""
+    for i in range(E.shape[0]):
+        for j in range(E.shape[1]):
+            out[i, j] = p[i] * E[i, j] * r[j]
+
+
+@kernel(fast=True, inner=True)
+def sum_of_outer(P, R, steps, block, out):
+    """out_ij = Σ_t P_ti R_tj, four steps at a time, in blocks that are short enough for float32."""
+    c = out.shape[0]
+    fill(out, 0)
+    for start in range(0, steps, 64):
+        fill(block, 0)
+        stop = min(start + 64, steps)
+        whole = start + (stop - start) // 4 * 4
+        for t in range(start, whole, 4):
+            for i in range(c):
+                p0, p1, p2, p3 = P[t, i], P[t + 1, i], P[t + 2, i], P[t + 3, i]
+                for j in range(c):
+                    block[i, j] += (p0 * R[t, j] + p1 * R[t + 1, j]) + (
+                        p2 * R[t + 2, j] + p3 * R[t + 3, j]
+                    )
+        for t in range(whole, stop):
+            for i in range(c):
+                for j in range(c):
+                    block[i, j] += P[t, i] * R[t, j]
+        for i in range(c):
+            for j in range(c):
+                out[i, j] += block[i, j]
+
+
+@kernel(inner=True)
+def step_in_logs(alpha, T, after, beta, scratch, mu, edges):
+    """One step back in log space: β, then μ of the position and, added to edges, of its edges."""
+    c = T.shape[0]
+    for i in range(c):
+        for j in range(c):
+            scratch[j] = T[i, j] + after[j]
+        beta[i] = log_sum_exp(scratch)
+    for i in range(c):
+        scratch[i] = alpha[i] + beta[i]
+    a = log_sum_exp(scratch)
+    for i in range(c):
+        mu[i] = math.exp(alpha[i] + beta[i] - a)
+        for j in range(c):
+            edges[i, j] += math.exp(alpha[i] + T[i, j] + after[j] - a)
 
 
 @kernel
 def gradients(low, high, U, TT, lengths, out, MU, MT):
-    """A and its gradient for the items low..high."""
+    """A and its gradient for the items low..high.
+
+    Marginals are normalised at every position, so that rounding does not pile up along a chain.
+    """
     n, c = U.shape[1:]
     steps = MT.shape[1]
-    alpha, beta, scratch, after = np.empty((n, c)), np.empty(c), np.empty(c), np.empty(c)
+    alpha, beta, after = np.empty((n, c)), np.empty(c), np.empty(c)
+    scratch, zero = np.empty(c), np.empty(c)
     E, peaks = np.empty((max(1, steps), c, c), U.dtype), np.empty(max(1, steps))
-    p, r, total = np.empty(c, U.dtype), np.empty(c, U.dtype), np.empty(c, U.dtype)
-    summed, steep = np.empty((c, c)), np.empty((c, c))
+    P, R, total = np.empty((n, c), U.dtype), np.empty((n, c), U.dtype), np.empty(c, U.dtype)
+    block, summed, steep = np.empty((c, c), U.dtype), np.empty((c, c)), np.empty((c, c))
     for b in range(low, high):
         u, T, length = U[b], TT[b if TT.shape[0] > 1 else 0], lengths[b]
-        a = forward(u, T, length, alpha, E, peaks, p, total, scratch, True)
-        out[b] = a
-        if a == -INF:
+        out[b] = forward(u, T, length, alpha, P, E, peaks, total, scratch, True)
+        if out[b] == -INF:
             length = 0
-        MU[b, length:] = 0
-        MT[b, max(0, length - 1) if steps > 1 else 0 :] = 0
+        fill(MU[b, length:], 0)
+        for t in range(max(0, length - 1) if steps > 1 else 0, steps):
+            fill(MT[b, t], 0)
         if length == 0:
             continue
-        beta[:] = 0.0
-        summed[:] = 0.0
-        steep[:] = 0.0
-        position_marginals(alpha[length - 1], beta, scratch, MU[b, length - 1])
+        fill(steep, 0)
+        for j in range(c):
+            beta[j] = zero[j] = 0.0
+            total[j] = 1
+        weigh(P[length - 1], total, MU[b, length - 1])
         for t in range(length - 2, -1, -1):
             step = 0 if T.shape[0] == 1 else t
-            above = step_back(u, T[step], t, beta, E[step], peaks[step], r, scratch, after)
-            a = position_marginals(alpha[t], beta, scratch, MU[b, t])
-            below = relative(alpha[t], p)
-            factor = below + peaks[step] + above - a
-            if factor >= STEEP:
-                for i in range(c):
-                    for j in range(c):
-                        mu = math.exp(alpha[t, i] + T[step, i, j] + after[j] - a)
-                        if steps == 1:
-                            steep[i, j] += mu
-                        else:
-                            MT[b, t, i, j] = mu
-            elif steps == 1:
-                add_outer(p, r, math.exp(factor), summed)
+            for j in range(c):
+                after[j] = u[t + 1, j] + beta[j]
+            m = relative(after, R[t])
+            sums_from(E[step], R[t], total)
+            if all_safe(total) and weigh(P[t], total, MU[b, t]) >= TINY:
+                logs(total, m + peaks[step], zero, beta)
+                if steps > 1:
+                    outer(P[t], E[t], R[t], MT[b, t])
             else:
-                outer(p, E[t], r, U.dtype.type(math.exp(factor)), MT[b, t])
+                fill(P[t : t + 1], 0)
+                if steps > 1:
+                    fill(MT[b, t], 0)
+                    step_in_logs(alpha[t], T[step], after, beta, scratch, MU[b, t], MT[b, t])
+                else:
+                    step_in_logs(alpha[t], T[step], after, beta, scratch, MU[b, t], steep)
+        if out[b] != out[b]:
+            fill(MU[b, :length], np.nan)
         if steps == 1 and length > 1:
+            sum_of_outer(P, R, length - 1, block, summed)
             for i in range(c):
                 for j in range(c):
                     MT[b, 0, i, j] = summed[i, j] * E[0, i, j] + steep[i, j]
@@ -234,19 +283,18 @@ def products(low, high, U, TT, lengths, VU, VT, WU, WT):
     beta, d_beta, d_after = np.empty(c), np.empty(c), np.empty(c)
     scratch, after, mu = np.empty(c), np.empty(c), np.empty(c)
     E, peaks = np.empty((max(1, steps), c, c), U.dtype), np.empty(max(1, steps))
-    p, total = np.empty(c, U.dtype), np.empty(c, U.dtype)
+    P, p, total = np.empty((n, c), U.dtype), np.empty(c, U.dtype), np.empty(c, U.dtype)
     q = np.empty((c, c), U.dtype)
     for b in range(low, high):
         u, T, length = U[b], TT[b if TT.shape[0] > 1 else 0], lengths[b]
         du, dT = VU[b], VT[b if VT.shape[0] > 1 else 0]
-        a = forward(u, T, length, alpha, E, peaks, p, total, scratch, True)
+        a = forward(u, T, length, alpha, P, E, peaks, total, scratch, True)
         if a == -INF:
             continue
         d_alpha[0] = du[0]
         for t in range(1, length):
             step = 0 if T.shape[0] == 1 else t - 1
-            relative(alpha[t - 1], p)
-            incoming(alpha[t - 1], p, T[step], E[step], total, scratch, q)
+            incoming(alpha[t - 1], P[t - 1], T[step], E[step], total, scratch, q)
             d_alpha[t] = du[t]
             for i in range(c):
                 for j in range(c):
@@ -256,14 +304,22 @@ def products(low, high, U, TT, lengths, VU, VT, WU, WT):
         for t in range(length - 1, -1, -1):
             if t < length - 1:
                 step = 0 if T.shape[0] == 1 else t
-                step_back(u, T[step], t, beta, E[step], peaks[step], p, scratch, after)
-                outgoing(after, p, T[step], E[step], scratch, q)
+                for j in range(c):
+                    after[j] = u[t + 1, j] + beta[j]
+                m = relative(after, p)
+                outgoing(after, p, m + peaks[step], T[step], E[step], total, scratch, beta, q)
                 for j in range(c):
                     d_after[j] = du[t + 1, j] + d_beta[j]
                 for i in range(c):
                     d_beta[i] = mean_change(q[i], dT[step, i], d_after)
-            position_marginals(alpha[t], beta, scratch, mu)
-            mean = 0.0
+            for i in range(c):
+                scratch[i] = alpha[t, i] + beta[i]
+            relative(scratch, mu)
+            mass, mean = 0.0, 0.0
+            for i in range(c):
+                mass += mu[i]
+            for i in range(c):
+                mu[i] /= mass
             for i in range(c):
                 mean += mu[i] * (d_alpha[t, i] + d_beta[i])
             for i in range(c):
@@ -276,7 +332,7 @@ def products(low, high, U, TT, lengths, VU, VT, WU, WT):
                         target[i, j] += mu[i] * q[i, j] * change
 
 
-@kernel
+@kernel(inner=True)
 def incoming(alpha, p, T, E, total, scratch, q):
     """q_ij = P(i | j) ∝ exp(α_i + T_ij); zeros if j cannot be reached."""
     c = E.shape[0]
@@ -285,7 +341,7 @@ def incoming(alpha, p, T, E, total, scratch, q):
         for j in range(c):
             q[i, j] = p[i] * E[i, j] / total[j]
     for j in range(c):
-        if total[j] < TINY:
+        if not total[j] >= TINY:
             for i in range(c):
                 scratch[i] = alpha[i] + T[i, j]
             a = log_sum_exp(scratch)
@@ -293,24 +349,25 @@ def incoming(alpha, p, T, E, total, scratch, q):
                 q[i, j] = math.exp(scratch[i] - a) if a != -INF else 0.0
 
 
-@kernel
-def outgoing(after, p, T, E, scratch, q):
-    """q_ij = P(j | i) ∝ exp(T_ij + after_j); zeros if nothing can follow i."""
+@kernel(inner=True)
+def outgoing(after, p, shift, T, E, total, scratch, beta, q):
+    """β_i = log Σ_j exp(T_ij + after_j) and q_ij = P(j | i); zeros if nothing can follow i."""
     c = E.shape[0]
+    sums_from(E, p, total)
     for i in range(c):
-        total = sum_along(E, i, p)
-        if total < TINY:
+        if total[i] >= TINY:
+            beta[i] = shift + math.log(total[i])
             for j in range(c):
-                scratch[j] = T[i, j] + after[j]
-            a = log_sum_exp(scratch)
-            for j in range(c):
-                q[i, j] = math.exp(scratch[j] - a) if a != -INF else 0.0
+                q[i, j] = E[i, j] * p[j] / total[i]
         else:
             for j in range(c):
-                q[i, j] = E[i, j] * p[j] / total
+                scratch[j] = T[i, j] + after[j]
+            beta[i] = log_sum_exp(scratch)
+            for j in range(c):
+                q[i, j] = math.exp(scratch[j] - beta[i]) if beta[i] != -INF else 0.0
 
 
-@kernel(fast=True)
+@kernel(fast=True, inner=True)
 def mean_change(q, d_edge, d_after):
     """Σ_j q_j (Ṫ_j + u̇_j + β̇_j)."""
     total = 0.0
@@ -321,42 +378,76 @@ def mean_change(q, d_edge, d_after):
 
 @kernel
 def viterbi(low, high, U, TT, lengths, best, tags):
-    """Best scores and tags of the items low..high; ties go to the first tag. NaN shows in best."""
+    """Best scores and tags of the items low..high; ties go to the first tag, NaN shows in best.
+
+    Scores are kept relative to the best of each position; backpointers are found again on the way
+    back, for the tags of the best path only.
+    """
     n, c = U.shape[1:]
-    a, new, back = np.empty(c), np.empty(c), np.empty((n, c), np.int32)
+    a, new = np.empty((n, c), U.dtype), np.empty(c, U.dtype)
     for b in range(low, high):
         u, T, length = U[b], TT[b if TT.shape[0] > 1 else 0], lengths[b]
-        for j in range(c):
-            a[j] = u[0, j]
-        for t in range(1, length):
-            step = 0 if T.shape[0] == 1 else t - 1
-            best_of(a, T[step], new, back[t])
+        used = 1 if T.shape[0] == 1 and length > 1 else length - 1
+        shift = 0.0
+        for t in range(length):
+            if t == 0:
+                new[:] = 0
+            else:
+                best_into(a[t - 1], T[0 if T.shape[0] == 1 else t - 1], new)
+            top = new.dtype.type(-INF)
             for j in range(c):
-                a[j] = u[t, j] + new[j]
-        top, tag = -INF, 0
+                a[t, j] = u[t, j] + new[j]
+                top = a[t, j] if a[t, j] > top else top
+            if top > -INF:
+                shift += top
+                for j in range(c):
+                    a[t, j] -= top
+        top, tag = a.dtype.type(-INF), 0
         for j in range(c):
-            if a[j] > top or a[j] != a[j]:
-                top, tag = a[j], j
-        best[b] = top
+            if a[length - 1, j] > top:
+                top, tag = a[length - 1, j], j
+        best[b] = top + shift
+        if has_nan(u[:length]) or has_nan(T[:used].reshape(used * c, c)):
+            best[b] = np.nan
         for t in range(n - 1, -1, -1):
             tags[b, t] = tag if t < length else -1
             if 0 < t < length:
-                tag = back[t, tag]
+                step = 0 if T.shape[0] == 1 else t - 1
+                top, chosen = a.dtype.type(-INF), 0
+                for i in range(c):
+                    x = a[t - 1, i] + T[step, i, tag]
+                    if x > top:
+                        top, chosen = x, i
+                tag = chosen
 
 
-@kernel
-def best_of(a, T, best, back):
-    """max_i a_i + T_ij and the first i that attains it; NaN wins and stays."""
+@kernel(inner=True)
+def best_into(a, T, best):
+    """best_j = max_i a_i + T_ij, four rows at a time so that the best stay in registers."""
     c = T.shape[0]
-    for j in range(c):
-        best[j] = -INF
-        back[j] = 0
-    for i in range(c):
+    whole = c - c % 4
+    best[:] = -INF
+    for i in range(0, whole, 4):
+        a0, a1, a2, a3 = a[i], a[i + 1], a[i + 2], a[i + 3]
+        for j in range(c):
+            x0, x1, x2, x3 = a0 + T[i, j], a1 + T[i + 1, j], a2 + T[i + 2, j], a3 + T[i + 3, j]
+            x0 = x1 if x1 > x0 else x0
+            x2 = x3 if x3 > x2 else x2
+            x0 = x2 if x2 > x0 else x0
+            best[j] = x0 if x0 > best[j] else best[j]
+    for i in range(whole, c):
         for j in range(c):
             x = a[i] + T[i, j]
-            better = (x > best[j]) | (x != x)
-            best[j] = x if better else best[j]
-            back[j] = i if better else back[j]
+            best[j] = x if x > best[j] else best[j]
+
+
+@kernel(inner=True)
+def has_nan(x):
+    found = False
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            found |= x[i, j] != x[i, j]
+    return found
 
 
 def _array(tensor: Tensor) -> NDArray:

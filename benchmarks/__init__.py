@@ -1,0 +1,1 @@
+"""Times structmax against its peers: ``python -m benchmarks --help``."""

@@ -1,0 +1,731 @@
+"""The forest engine on the GPU, written in Triton.
+
+Tables are ``(rows, B)``, items of the batch side by side, so that the loads of a row coalesce. A
+program answers for one node and ``BB`` items: it reads the node's edges in tiles of ``BE`` and
+reduces them, so memory per item is O(nodes + parts) and an edge's weight is recomputed wherever it
+is needed. Sums flow to a node or part through lists of the edges that touch it (``reversed``,
+``by_part``), never through atomics: the same input gives the same bits.
+
+The nodes of a level are independent. A launch takes some 20–40 µs of the host, longer than most
+levels take the device, so all levels run in one cooperative launch with a barrier between them,
+unless they are very wide; then (and under the interpreter) each level is a launch. Nothing waits
+for the device, and of all passes only the top-down seeds depend on the goals.
+
+Node values stay float64, so that long sums keep their digits under large offsets; the differences
+that enter exp and pow are cast to the dtype of the scores first.
+
+Glossary: ``S (P+1, B)`` scores, the last row 0 for the absent part; ``V (v+1, B)`` values, the last
+row 0 for the absent tail; ``T (v, B)`` what gives back a node's weights q: the chosen edge (Hard,
+−1 if none), V − θ[part(v)] (Shannon), the threshold τ (Tsallis); ``G (v, B)`` expected visits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from structmax import smoothing
+from structmax.forest import naive
+from structmax.forest.topology import ByPart, Forest
+
+HARD, SHANNON = tl.constexpr(smoothing.HARD), tl.constexpr(smoothing.SHANNON)
+GINI = tl.constexpr(3)  # Tsallis with α = 2, whose powers need no logarithm
+NONE = tl.constexpr(2**31 - 1)  # greater than any edge
+
+Code = tuple[float, float, float]
+
+
+@triton.jit
+def rows(table, row, b, B):
+    """Pointers ``(R, BB)`` to some rows ``(R)`` of a table ``(·, B)``, for items b ``(BB)``."""
+    return table + row.to(tl.int64)[:, None] * B + b[None, :]
+
+
+@triton.jit
+def row(table, index, b, B):
+    """Pointers ``(BB)`` to one row."""
+    return table + index.to(tl.int64) * B + b
+
+
+@triton.jit
+def options(V, S, tail1, tail2, edge_part, e, live, b, items, B):
+    """x = V[tail₁] + V[tail₂] + θ[part] of edges e ``(BE, BB)``, −inf outside live × items."""
+    first = tl.load(tail1 + e, mask=live, other=0)
+    second = tl.load(tail2 + e, mask=live, other=0)
+    part = tl.load(edge_part + e, mask=live, other=0)
+    inside = live[:, None] & items[None, :]
+    x = tl.load(rows(V, first, b, B), mask=inside, other=0.0)
+    x += tl.load(rows(V, second, b, B), mask=inside, other=0.0)
+    x += tl.load(rows(S, part, b, B), mask=inside, other=0.0)
+    return tl.where(inside, x, -float("inf"))
+
+
+@triton.jit
+def nan_in(x):
+    """NaN where x is, else 0. Added up on the side, because maxima would lose it."""
+    return tl.where(x != x, x, 0.0)
+
+
+@triton.jit
+def power(base, exponent, KIND: tl.constexpr):
+    """base^exponent, 0 where base ≤ 0, NaN where base is."""
+    if KIND == GINI:
+        return tl.where(base <= 0.0, 0.0, base)
+    else:
+        y = tl.log(tl.where(base <= 0.0, 1.0, base)) * tl.full((), exponent, base.dtype)
+        return tl.where(base <= 0.0, 0.0, tl.exp(y))
+
+
+@triton.jit
+def weights(x, e, t, gamma, alpha, DTYPE: tl.constexpr, KIND: tl.constexpr):
+    """q ``(BE, BB)`` of edges e with options x, given T of their heads; NaN where that is NaN."""
+    if KIND == HARD:
+        q = tl.where(t != t, t, (e[:, None] == t).to(t.dtype)).to(DTYPE)
+    elif KIND == SHANNON:
+        q = tl.exp(((x - t) / gamma).to(DTYPE))
+    else:
+        q = power(((x - t) * ((alpha - 1.0) / gamma)).to(DTYPE), 1.0 / (alpha - 1.0), KIND)
+    return q
+
+
+@triton.jit
+def curvature(q, alpha, KIND: tl.constexpr):
+    """s = q^{2−α}: the derivative of q in direction ẋ is s(ẋ − Σsẋ/Σs)/γ."""
+    if KIND == SHANNON:
+        return q
+    elif KIND == GINI:
+        return tl.where(q <= 0.0, 0.0, tl.where(q > 0.0, 1.0, q))
+    else:
+        return power(q, 2.0 - alpha, KIND)
+
+
+@triton.jit
+def wait_for_all(arrived, count):
+    """A barrier among the programs of a cooperative launch, passed once ``count`` have arrived."""
+    tl.debug_barrier()
+    tl.atomic_add(arrived, 1, sem="release")
+    while tl.atomic_add(arrived, 0, sem="acquire") < count:
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def threshold(
+    V, S, tail1, tail2, edge_part, e0, e1, peak, b, items, B, gamma, alpha,
+    BE: tl.constexpr, BB: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """τ − peak ``(BB)``: Σ [(α−1)(x − τ)/γ]₊^{1/(α−1)} = 1, by Newton kept inside a bracket.
+
+    A step that leaves the bracket, or is not half as long as the one before, halves the bracket.
+    """
+    rate, exponent = (alpha - 1.0) / gamma, 1.0 / (alpha - 1.0)
+    tolerance = 1e-14 if DTYPE.primitive_bitwidth == 64 else 1e-6
+    zero = tl.zeros((BB,), tl.float64)
+    low = zero - 1.0 / rate
+    high = zero - tl.exp((1.0 - alpha) * tl.log(zero + (e1 - e0))) / rate
+    tau, length = low, high - low
+    step, active = 0, 1
+    while (step < 100) & (active > 0):
+        masses, slopes = tl.zeros((BE, BB), DTYPE), tl.zeros((BE, BB), DTYPE)
+        for start in range(e0, e1, BE):
+            e = start + tl.arange(0, BE)
+            x = options(V, S, tail1, tail2, edge_part, e, e < e1, b, items, B)
+            base = (rate * (x - peak[None, :] - tau[None, :])).to(DTYPE)
+            p = power(base, exponent, KIND)
+            masses += p
+            slopes += tl.where(base > 0.0, p / tl.where(base > 0.0, base, 1.0), 0.0)
+        mass, slope = tl.sum(masses, 0).to(tl.float64), tl.sum(slopes, 0).to(tl.float64)
+        move = (mass - 1.0) * gamma / tl.where(slope > 0.0, slope, 1.0)
+        moving = (tl.abs(mass - 1.0) > tolerance) & (tl.abs(move) > -4e-16 * tau)
+        moving = moving & (mass > 0.0)  # mass is 0 where no option is feasible
+        low = tl.where(mass >= 1.0, tl.maximum(low, tau), low)
+        high = tl.where(mass < 1.0, tl.minimum(high, tau), high)
+        new = tau + move
+        sound = (new >= low) & (new <= high) & (2.0 * tl.abs(move) <= length)
+        new = tl.where(sound, new, 0.5 * (low + high))
+        length = tl.abs(new - tau)
+        tau = tl.where(moving, new, tau)
+        active = tl.max(moving.to(tl.int32), 0)
+        step += 1
+    return tau
+
+
+@triton.jit
+def up_node(
+    v, S, V, T, ptr, tail1, tail2, edge_part, node_part, b, items, B, gamma, alpha,
+    BE: tl.constexpr, BB: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """V and T of one node. Each of the BE rows of a tile keeps its own running maximum and sum, and
+    they are joined at the end: joining is what costs time, since it crosses warps."""
+    e0, e1 = tl.load(ptr + v), tl.load(ptr + v + 1)
+    peaks = tl.full((BE, BB), -float("inf"), tl.float64)
+    sums = tl.zeros((BE, BB), DTYPE)  # Shannon: Σ exp((x − peak)/γ)
+    firsts = tl.full((BE, BB), NONE, tl.int32)  # Hard: the first edge that attains the peak
+    nans = tl.zeros((BE, BB), tl.float64)
+    for start in range(e0, e1, BE):
+        e = start + tl.arange(0, BE)
+        x = options(V, S, tail1, tail2, edge_part, e, e < e1, b, items, B)
+        nans += nan_in(x)
+        higher = x > peaks
+        if KIND == HARD:
+            firsts = tl.where(higher, e[:, None], firsts)
+        if KIND == SHANNON:
+            gap = tl.where(x == -float("inf"), -float("inf"), -tl.abs(x - peaks))
+            other = tl.exp((gap / gamma).to(DTYPE))
+            sums = tl.where(higher, sums * other + 1.0, sums + other)
+        peaks = tl.where(higher, x, peaks)
+    peak, nan = tl.max(peaks, 0), tl.sum(nans, 0)
+    feasible = peak > -float("inf")
+    offset = tl.where(feasible, peak, 0.0)
+    if KIND == HARD:
+        first = tl.min(tl.where(peaks == peak[None, :], firsts, NONE), 0)
+        t, value = tl.where(feasible, first, -1).to(tl.float64), peak
+    elif KIND == SHANNON:
+        sums *= tl.exp(((peaks - offset[None, :]) / gamma).to(DTYPE))
+        value = peak + gamma * tl.log(tl.where(feasible, tl.sum(sums, 0), 1.0))
+        t = value
+    else:
+        tau = threshold(
+            V, S, tail1, tail2, edge_part, e0, e1, offset, b, items, B, gamma, alpha,
+            BE, BB, DTYPE, KIND,
+        )  # fmt: skip
+        t = offset + tau
+        gains = tl.zeros((BE, BB), tl.float64)  # p(x − peak) − γ/(α(α−1)) p^α
+        for start in range(e0, e1, BE):
+            e = start + tl.arange(0, BE)
+            x = options(V, S, tail1, tail2, edge_part, e, e < e1, b, items, B) - offset[None, :]
+            base = ((x - tau[None, :]) * ((alpha - 1.0) / gamma)).to(DTYPE)
+            p = power(base, 1.0 / (alpha - 1.0), KIND)
+            gain = p * (x - base * (gamma / (alpha * (alpha - 1.0))))
+            gains += tl.where(p > 0.0, gain, 0.0)
+        value = offset + tl.sum(gains, 0) + gamma / (alpha * (alpha - 1.0))
+        value = tl.where(feasible, value, -float("inf"))
+    own = tl.load(row(S, tl.load(node_part + v), b, B), mask=items)
+    tl.store(row(T, v, b, B), t + nan, mask=items)
+    tl.store(row(V, v, b, B), value + nan + own, mask=items)
+
+
+@triton.jit(do_not_specialize=["first", "last"])
+def up(
+    S, V, T, ptr, tail1, tail2, edge_part, node_part, gamma: tl.float64, alpha: tl.float64,
+    order, levels, arrived, first, last, B,
+    BE: tl.constexpr, BB: tl.constexpr, KIND: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Bottom up over the levels first..last−1: V and T of every node."""
+    tiles = tl.cdiv(B, BB)
+    for level in range(first, last):
+        start, stop = tl.load(levels + level), tl.load(levels + level + 1)
+        for tile in range(tl.program_id(0), (stop - start) * tiles, tl.num_programs(0)):
+            v = tl.load(order + start + tile // tiles)
+            b = (tile % tiles) * BB + tl.arange(0, BB)
+            up_node(
+                v, S, V, T, ptr, tail1, tail2, edge_part, node_part, b, b < B, B, gamma, alpha,
+                BE, BB, S.dtype.element_ty, KIND,
+            )  # fmt: skip
+        if TOGETHER:
+            wait_for_all(arrived, (level - first + 1) * tl.num_programs(0))
+
+
+@triton.jit(do_not_specialize=["first", "last"])
+def tangent_up(
+    S, V, T, dS, dV, mean, ptr, tail1, tail2, edge_part, node_part,
+    gamma: tl.float64, alpha: tl.float64, order, levels, arrived, first, last, B,
+    BE: tl.constexpr, BB: tl.constexpr, KIND: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """V̇ = dS[part(v)] + Σ q ẋ with ẋ = dS[part] + V̇[tails], and x̄, the mean of ẋ under q^{2−α}."""
+    tiles = tl.cdiv(B, BB)
+    for level in range(first, last):
+        start, stop = tl.load(levels + level), tl.load(levels + level + 1)
+        for tile in range(tl.program_id(0), (stop - start) * tiles, tl.num_programs(0)):
+            v = tl.load(order + start + tile // tiles)
+            b = (tile % tiles) * BB + tl.arange(0, BB)
+            items = b < B
+            t = tl.load(row(T, v, b, B), mask=items, other=0.0)
+            feasible = tl.load(row(V, v, b, B), mask=items) != -float("inf")
+            e0, e1 = tl.load(ptr + v), tl.load(ptr + v + 1)
+            dot, top = tl.zeros((BE, BB), tl.float64), tl.zeros((BE, BB), tl.float64)
+            bottom = tl.zeros((BE, BB), tl.float64)
+            for begin in range(e0, e1, BE):
+                e = begin + tl.arange(0, BE)
+                x = options(V, S, tail1, tail2, edge_part, e, e < e1, b, items, B)
+                dx = options(dV, dS, tail1, tail2, edge_part, e, e < e1, b, items, B)
+                q = weights(x, e, t[None, :], gamma, alpha, S.dtype.element_ty, KIND)
+                used = (q != 0.0) & feasible[None, :]
+                s = tl.where(used, curvature(q, alpha, KIND), 0.0)
+                dot += tl.where(used, q * dx, 0.0)
+                top += tl.where(used, s * dx, 0.0)
+                bottom += s
+            own = tl.load(row(dS, tl.load(node_part + v), b, B), mask=items)
+            tl.store(row(dV, v, b, B), own + tl.sum(dot, 0), mask=items)
+            mass = tl.sum(bottom, 0)
+            average = tl.sum(top, 0) / tl.where(mass == 0.0, 1.0, mass)
+            tl.store(row(mean, v, b, B), average, mask=items)
+        if TOGETHER:
+            wait_for_all(arrived, (level - first + 1) * tl.num_programs(0))
+
+
+@triton.jit
+def flows(
+    S, V, T, G, dS, dV, mean, dG, head, tail1, tail2, edge_part, e, live, b, items, B,
+    gamma, alpha, KIND: tl.constexpr, TANGENT: tl.constexpr,
+):  # fmt: skip
+    """Expected uses G[head]·q of edges e ``(BE, BB)``, and their derivative if ``TANGENT``."""
+    DTYPE: tl.constexpr = S.dtype.element_ty
+    inside = live[:, None] & items[None, :]
+    h = tl.load(head + e, mask=live, other=0)
+    x = options(V, S, tail1, tail2, edge_part, e, live, b, items, B)
+    t = tl.load(rows(T, h, b, B), mask=inside, other=0.0)
+    q = weights(x, e, t, gamma, alpha, DTYPE, KIND)
+    g = tl.load(rows(G, h, b, B), mask=inside, other=0.0)
+    # A node that is not visited may be infeasible, with weights that are NaN.
+    flow = tl.where(g == 0.0, 0.0, g * q)
+    dflow = flow
+    if TANGENT:
+        dx = options(dV, dS, tail1, tail2, edge_part, e, live, b, items, B)
+        dg = tl.load(rows(dG, h, b, B), mask=inside, other=0.0)
+        average = tl.load(rows(mean, h, b, B), mask=inside, other=0.0)
+        dflow = dg * q + g * curvature(q, alpha, KIND) * (dx - average) / gamma
+        dflow = tl.where(flow == 0.0, 0.0, dflow)
+    return flow, dflow
+
+
+@triton.jit(do_not_specialize=["first", "last"])
+def down(
+    S, V, T, G, dS, dV, mean, dG, goal, head, tail1, tail2, edge_part, use_ptr, use_edge,
+    gamma: tl.float64, alpha: tl.float64, order, levels, arrived, first, last, B,
+    BE: tl.constexpr, BB: tl.constexpr, KIND: tl.constexpr, TANGENT: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Top down over the levels last−1..first: expected visits G, and dG if ``TANGENT``."""
+    tiles = tl.cdiv(B, BB)
+    for back in range(first, last):
+        level = first + last - 1 - back
+        start, stop = tl.load(levels + level), tl.load(levels + level + 1)
+        for tile in range(tl.program_id(0), (stop - start) * tiles, tl.num_programs(0)):
+            v = tl.load(order + start + tile // tiles)
+            b = (tile % tiles) * BB + tl.arange(0, BB)
+            items = b < B
+            value = tl.load(row(V, v, b, B), mask=items)
+            is_goal = tl.load(goal + b, mask=items, other=-1) == v
+            seed = tl.where(value != value, value, tl.where(value == -float("inf"), 0.0, 1.0))
+            total = tl.zeros((BE, BB), S.dtype.element_ty)
+            dtotal = tl.zeros((BE, BB), tl.float64)
+            u0, u1 = tl.load(use_ptr + v), tl.load(use_ptr + v + 1)
+            for begin in range(u0, u1, BE):
+                use = begin + tl.arange(0, BE)
+                live = use < u1
+                e = tl.load(use_edge + use, mask=live, other=0)
+                flow, dflow = flows(
+                    S, V, T, G, dS, dV, mean, dG, head, tail1, tail2, edge_part, e, live,
+                    b, items, B, gamma, alpha, KIND, TANGENT,
+                )  # fmt: skip
+                total += flow
+                if TANGENT:
+                    dtotal += dflow
+            tl.store(row(G, v, b, B), tl.where(is_goal, seed, tl.sum(total, 0)), mask=items)
+            if TANGENT:
+                dg = tl.where(is_goal, seed * 0.0, tl.sum(dtotal, 0))
+                tl.store(row(dG, v, b, B), dg, mask=items)
+        if TOGETHER:
+            wait_for_all(arrived, (back - first + 1) * tl.num_programs(0))
+
+
+@triton.jit
+def count_parts(
+    M, S, V, T, G, dS, dV, mean, dG, head, tail1, tail2, edge_part, node_ptr, node, edge_ptr, edge,
+    gamma: tl.float64, alpha: tl.float64, P, B,
+    BE: tl.constexpr, BB: tl.constexpr, SHARE: tl.constexpr,
+    KIND: tl.constexpr, TANGENT: tl.constexpr,
+):  # fmt: skip
+    """M ``(P, B)``: expected uses of each part, or their derivative if ``TANGENT``.
+
+    A tile of BE rows serves BE/SHARE parts, SHARE of the nodes or edges of each at a time.
+    """
+    PARTS: tl.constexpr = BE // SHARE
+    slot = tl.arange(0, BE)
+    own = tl.program_id(0) * PARTS + slot // SHARE
+    b = tl.program_id(1) * BB + tl.arange(0, BB)
+    items = b < B
+    total = tl.zeros((BE, BB), M.dtype.element_ty)
+    start = tl.load(node_ptr + own, mask=own < P, other=0)
+    stop = tl.load(node_ptr + own + 1, mask=own < P, other=0)
+    for skip in range(0, tl.max(stop - start, 0), SHARE):
+        at = start + skip + slot % SHARE
+        live = at < stop
+        v = tl.load(node + at, mask=live, other=0)
+        total += tl.load(
+            rows(dG if TANGENT else G, v, b, B), mask=live[:, None] & items[None, :], other=0.0
+        )
+    start = tl.load(edge_ptr + own, mask=own < P, other=0)
+    stop = tl.load(edge_ptr + own + 1, mask=own < P, other=0)
+    for skip in range(0, tl.max(stop - start, 0), SHARE):
+        at = start + skip + slot % SHARE
+        live = at < stop
+        e = tl.load(edge + at, mask=live, other=0)
+        _, flow = flows(
+            S, V, T, G, dS, dV, mean, dG, head, tail1, tail2, edge_part, e, live, b, items, B,
+            gamma, alpha, KIND, TANGENT,
+        )  # fmt: skip
+        total += flow
+    count = tl.sum(tl.reshape(total, (PARTS, SHARE, BB)), 1)
+    p = tl.program_id(0) * PARTS + tl.arange(0, PARTS)
+    tl.store(rows(M, p, b, B), count, mask=(p < P)[:, None] & items[None, :])
+
+
+@triton.jit(do_not_specialize=["first", "last"])
+def outside(
+    S, V, O, goal, head, edge_part, node_part, use_ptr, use_edge, use_other,
+    order, levels, arrived, first, last, B,
+    BE: tl.constexpr, BB: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """O: the best score of what surrounds each node in a derivation of the goal."""
+    tiles = tl.cdiv(B, BB)
+    for back in range(first, last):
+        level = first + last - 1 - back
+        start, stop = tl.load(levels + level), tl.load(levels + level + 1)
+        for tile in range(tl.program_id(0), (stop - start) * tiles, tl.num_programs(0)):
+            v = tl.load(order + start + tile // tiles)
+            b = (tile % tiles) * BB + tl.arange(0, BB)
+            items = b < B
+            value = tl.load(row(V, v, b, B), mask=items)
+            is_goal = tl.load(goal + b, mask=items, other=-1) == v
+            best = tl.full((BE, BB), -float("inf"), tl.float64)
+            nan = tl.zeros((BE, BB), tl.float64)
+            u0, u1 = tl.load(use_ptr + v), tl.load(use_ptr + v + 1)
+            for begin in range(u0, u1, BE):
+                use = begin + tl.arange(0, BE)
+                live = use < u1
+                inside = live[:, None] & items[None, :]
+                e = tl.load(use_edge + use, mask=live, other=0)
+                other = tl.load(use_other + use, mask=live, other=0)
+                x = above(S, O, head, edge_part, node_part, e, live, b, items, B)
+                y = x + tl.load(rows(V, other, b, B), mask=inside, other=0.0)
+                y = tl.where(x == -float("inf"), x, y)
+                nan += nan_in(y)
+                best = tl.maximum(best, y)
+            around = tl.where(is_goal, nan_in(value), tl.max(best, 0) + tl.sum(nan, 0))
+            tl.store(row(O, v, b, B), around, mask=items)
+        if TOGETHER:
+            wait_for_all(arrived, (back - first + 1) * tl.num_programs(0))
+
+
+@triton.jit
+def above(S, O, head, edge_part, node_part, e, live, b, items, B):
+    """O[head] + θ[part(head)] + θ[part(e)] ``(BE, BB)``, −inf where the head is never used."""
+    inside = live[:, None] & items[None, :]
+    h = tl.load(head + e, mask=live, other=0)
+    x = tl.load(rows(O, h, b, B), mask=inside, other=-float("inf"))
+    unused = x == -float("inf")
+    x += tl.load(rows(S, tl.load(node_part + h, mask=live, other=0), b, B), mask=inside, other=0.0)
+    x += tl.load(rows(S, tl.load(edge_part + e, mask=live, other=0), b, B), mask=inside, other=0.0)
+    return tl.where(unused, -float("inf"), x)
+
+
+@triton.jit
+def best_with_parts(
+    M, S, V, O, head, tail1, tail2, edge_part, node_part, node_ptr, node, edge_ptr, edge, P, B,
+    BE: tl.constexpr, BB: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
+    """M ``(P, B)``: the best score of a derivation through each part. Tiles as in count_parts."""
+    PARTS: tl.constexpr = BE // SHARE
+    slot = tl.arange(0, BE)
+    own = tl.program_id(0) * PARTS + slot // SHARE
+    b = tl.program_id(1) * BB + tl.arange(0, BB)
+    items = b < B
+    best = tl.full((BE, BB), -float("inf"), tl.float64)
+    nan = tl.zeros((BE, BB), tl.float64)
+    start = tl.load(node_ptr + own, mask=own < P, other=0)
+    stop = tl.load(node_ptr + own + 1, mask=own < P, other=0)
+    for skip in range(0, tl.max(stop - start, 0), SHARE):
+        at = start + skip + slot % SHARE
+        inside = (at < stop)[:, None] & items[None, :]
+        v = tl.load(node + at, mask=at < stop, other=0)
+        x = tl.load(rows(O, v, b, B), mask=inside, other=-float("inf"))
+        y = x + tl.load(rows(V, v, b, B), mask=inside, other=0.0)
+        y = tl.where(x == -float("inf"), x, y)
+        nan += nan_in(y)
+        best = tl.maximum(best, y)
+    start = tl.load(edge_ptr + own, mask=own < P, other=0)
+    stop = tl.load(edge_ptr + own + 1, mask=own < P, other=0)
+    for skip in range(0, tl.max(stop - start, 0), SHARE):
+        at = start + skip + slot % SHARE
+        live = at < stop
+        inside = live[:, None] & items[None, :]
+        e = tl.load(edge + at, mask=live, other=0)
+        x = above(S, O, head, edge_part, node_part, e, live, b, items, B)
+        first = tl.load(tail1 + e, mask=live, other=0)
+        second = tl.load(tail2 + e, mask=live, other=0)
+        y = x + tl.load(rows(V, first, b, B), mask=inside, other=0.0)
+        y += tl.load(rows(V, second, b, B), mask=inside, other=0.0)
+        y = tl.where(x == -float("inf"), x, y)
+        nan += nan_in(y)
+        best = tl.maximum(best, y)
+    through = tl.max(tl.reshape(best, (PARTS, SHARE, BB)), 1)
+    through += tl.sum(tl.reshape(nan, (PARTS, SHARE, BB)), 1)
+    p = tl.program_id(0) * PARTS + tl.arange(0, PARTS)
+    tl.store(rows(M, p, b, B), through, mask=(p < P)[:, None] & items[None, :])
+
+
+@triton.jit
+def walk(
+    S, V, T, goal, uniform, stack, z, ptr, tail1, tail2, edge_part, node_part,
+    gamma: tl.float64, alpha: tl.float64, B, num_nodes, depth, visits, width,
+    BE: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Counts in z ``(S, B, width)`` the parts of one derivation per program (draw and item):
+    the best (Hard), or a draw that uses one number of ``uniform (S, B, visits)`` per visit."""
+    which = tl.program_id(0).to(tl.int64)
+    b = (which % B).to(tl.int32)
+    stack += which * depth
+    uniform += which * visits
+    z += which * width
+    v = tl.load(goal + b).to(tl.int32)
+    item = b + tl.zeros((1,), tl.int32)
+    everywhere = item >= 0
+    tl.store(stack, v)
+    feasible = tl.load(V + v.to(tl.int64) * B + b) > -float("inf")
+    used, top = 0, feasible.to(tl.int32)
+    while top > 0:
+        tl.debug_barrier()  # what one thread pushed, all threads see
+        top -= 1
+        v = tl.load(stack + top)
+        part = tl.load(node_part + v)
+        tl.atomic_add(z + part, 1.0, mask=part < width, sem="relaxed")
+        t = tl.load(T + v.to(tl.int64) * B + b)
+        if KIND == HARD:
+            chosen = t.to(tl.int32)
+        else:
+            e0, e1 = tl.load(ptr + v), tl.load(ptr + v + 1)
+            total = tl.zeros((1,), tl.float64)
+            chosen = e0
+            for start in range(e0, e1, BE):
+                e = start + tl.arange(0, BE)
+                x = options(V, S, tail1, tail2, edge_part, e, e < e1, item, everywhere, B)
+                q = weights(x, e, t, gamma, alpha, tl.float64, KIND)
+                total += tl.sum(q, 0)
+                # The last edge of any weight, should rounding leave the target beyond the sum.
+                chosen = tl.maximum(chosen, tl.max(tl.max(tl.where(q > 0, e[:, None], 0), 0), 0))
+            target = tl.load(uniform + used).to(tl.float64) * total
+            used += 1
+            passed = tl.zeros((1,), tl.float64)
+            for start in range(e0, e1, BE):
+                e = start + tl.arange(0, BE)
+                x = options(V, S, tail1, tail2, edge_part, e, e < e1, item, everywhere, B)
+                q = weights(x, e, t, gamma, alpha, tl.float64, KIND)
+                reached = passed[None, :] + tl.cumsum(q, 0) > target[None, :]
+                first = tl.min(tl.min(tl.where(reached, e[:, None], NONE), 0), 0)
+                chosen = tl.minimum(chosen, first)
+                passed += tl.sum(q, 0)
+        part = tl.load(edge_part + chosen)
+        tl.atomic_add(z + part, 1.0, mask=part < width, sem="relaxed")
+        second = tl.load(tail2 + chosen)
+        tl.store(stack + top, second, mask=second < num_nodes)
+        top += (second < num_nodes).to(tl.int32)
+        first = tl.load(tail1 + chosen)
+        tl.store(stack + top, first, mask=first < num_nodes)
+        top += (first < num_nodes).to(tl.int32)
+
+
+TILE = 512  # edges × items of one program
+ITEMS = 16  # of which items, at most
+WARPS = 4
+TOGETHER = 4  # programs on each multiprocessor that run at once in a cooperative launch
+NARROW = 16  # such a launch takes forests of at most so many tiles per level and program
+
+
+class Block:
+    """The tables of a batch, with the bottom-up pass done."""
+
+    def __init__(self, forest: Forest, scores: Tensor, goal: Tensor, code: Code) -> None:
+        kind, self.gamma, self.alpha = code
+        self.kind = GINI.value if kind == smoothing.TSALLIS and self.alpha == 2 else int(kind)
+        self.forest, self.lists = forest, forest.on(scores.device)
+        self.goal, self.B, self.P = goal.contiguous(), len(scores), forest.num_parts
+        self.out, self.device = scores.dtype, scores.device
+        self.dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+        self.BB = min(ITEMS, triton.next_power_of_2(max(self.B, 1)))
+        self.tiles = triton.cdiv(self.B, self.BB)
+        self.S = self.side_by_side(scores)
+        self.V, self.T = self.zeros(forest.num_nodes + 1), self.table(forest.num_nodes)
+        self.by_level(
+            up, forest.max_degree, self.S, self.V, self.T, *self.incoming(),
+            self.gamma, self.alpha, KIND=self.kind,
+        )  # fmt: skip
+
+    def table(self, size: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.empty(size, self.B, dtype=dtype, device=self.device)
+
+    def zeros(self, size: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.zeros(size, self.B, dtype=dtype, device=self.device)
+
+    def side_by_side(self, scores: Tensor) -> Tensor:
+        """``(B, P)`` to ``(P+1, B)``, a zero row last."""
+        table = self.zeros(self.P + 1, self.dtype)
+        table[:-1] = scores.t()
+        return table
+
+    def incoming(self) -> tuple[Tensor, ...]:
+        l = self.lists
+        return l.ptr, l.tail1, l.tail2, l.edge_part, l.node_part
+
+    def edge_tile(self, most: int) -> int:
+        """How many of at most ``most`` edges a program takes at a time."""
+        return min(triton.next_power_of_2(max(most, 1)), TILE // self.BB)
+
+    def by_level(self, kernel: Any, most: int, *arguments: Any, **constants: Any) -> None:
+        """Runs a kernel over all levels; ``most`` is the longest list of edges it meets."""
+        ptr = self.forest.levels.ptr
+        last, widest = len(ptr) - 1, int(np.diff(ptr).max()) * self.tiles
+        constants.update(order=self.lists.levels_order, levels=self.lists.levels_ptr, B=self.B)
+        constants.update(BE=self.edge_tile(most), BB=self.BB)
+        if self.device.type == "cuda":
+            processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+            programs = min(widest, TOGETHER * processors)
+            if widest <= NARROW * programs:
+                arrived = torch.zeros(1, dtype=torch.int32, device=self.device)
+                kernel[(programs,)](
+                    *arguments, arrived=arrived, first=0, last=last, **constants,
+                    TOGETHER=True, launch_cooperative_grid=True, num_warps=WARPS,
+                    maxnreg=min(255, 65536 // (32 * WARPS * TOGETHER)),  # so that they all fit
+                )  # fmt: skip
+                return
+        levels = range(last) if kernel in BOTTOM_UP else reversed(range(last))
+        for level in levels:
+            kernel[(int(ptr[level + 1] - ptr[level]) * self.tiles,)](
+                *arguments, arrived=self.lists.ptr, first=level, last=level + 1, **constants,
+                TOGETHER=False, num_warps=WARPS,
+            )  # fmt: skip
+
+    def by_part(self, kernel: Any, M: Tensor, *arguments: Any, **constants: Any) -> Tensor:
+        """Runs a kernel over all parts of M ``(·, B)``, and returns M as ``(B, ·)``."""
+        node_ptr, node, edge_ptr, edge = (
+            getattr(self.lists, f"by_part_{name}") for name in ByPart._fields
+        )
+        uses = triton.cdiv(max(len(node), len(edge)), max(self.P, 1))
+        BE = TILE // self.BB
+        share = min(triton.next_power_of_2(max(uses, 1)), BE)
+        kernel[(triton.cdiv(len(M), BE // share), self.tiles)](
+            M, *arguments, node_ptr=node_ptr, node=node, edge_ptr=edge_ptr, edge=edge,
+            P=len(M), B=self.B, BE=BE, BB=self.BB, SHARE=share, **constants,
+        )  # fmt: skip
+        return M.t().contiguous().to(self.out)
+
+    def values(self) -> Tensor:
+        """A ``(B)``."""
+        return self.V.gather(0, self.goal.long()[None]).squeeze(0)
+
+    def expected_parts(self, tangent: tuple[Tensor, ...] = ()) -> Tensor:
+        """The top-down pass: ``(B, P)``, or its derivative given ``(dS, dV, mean)``."""
+        v, l = self.forest.num_nodes, self.lists
+        G = self.table(v, self.dtype)
+        dG = self.table(v) if tangent else G
+        state = (self.S, self.V, self.T, G, *(tangent or (G, G, G)), dG)
+        edges = (l.head, l.tail1, l.tail2, l.edge_part)
+        kind = {"KIND": self.kind, "TANGENT": bool(tangent)}
+        omega = {"gamma": self.gamma, "alpha": self.alpha}
+        uses = int(np.diff(self.forest.reversed.ptr).max())
+        self.by_level(
+            down, uses, *state, self.goal, *edges, l.reversed_ptr, l.reversed_edge, **omega, **kind
+        )
+        M = self.table(self.P, dG.dtype)
+        return self.by_part(count_parts, M, *state, *edges, **omega, **kind)
+
+    def hvp(self, direction: Tensor) -> Tensor:
+        dS, dV = self.side_by_side(direction), torch.zeros_like(self.V)
+        mean = torch.empty_like(self.T)
+        self.by_level(
+            tangent_up, self.forest.max_degree, self.S, self.V, self.T, dS, dV, mean,
+            *self.incoming(), self.gamma, self.alpha, KIND=self.kind,
+        )  # fmt: skip
+        return self.expected_parts((dS, dV, mean))
+
+    def walks(self, uniform: Tensor, width: int) -> Tensor:
+        """``(S, B, width)``, a row of uniform numbers ``(S, B, ·)`` for each."""
+        draws, _, visits = uniform.shape
+        z = torch.zeros(draws, self.B, width, dtype=self.dtype, device=self.device)
+        depth = int(self.forest.derivation_size.max()) + 2
+        stack = torch.empty(draws * self.B, depth, dtype=torch.int32, device=self.device)
+        walk[(draws * self.B,)](
+            self.S, self.V, self.T, self.goal, uniform.contiguous(), stack, z, *self.incoming(),
+            self.gamma, self.alpha, self.B, self.forest.num_nodes, depth, visits, width,
+            BE=min(triton.next_power_of_2(self.forest.max_degree), TILE), KIND=self.kind,
+            num_warps=1,
+        )  # fmt: skip
+        feasible = self.values()[:, None] > -math.inf
+        return torch.where(feasible, z, math.nan).to(self.out)
+
+    def max_marginals(self, width: int) -> Tensor:
+        l, O = self.lists, self.table(self.forest.num_nodes)
+        uses = int(np.diff(self.forest.reversed.ptr).max())
+        self.by_level(
+            outside, uses, self.S, self.V, O, self.goal, l.head, l.edge_part, l.node_part,
+            l.reversed_ptr, l.reversed_edge, l.reversed_other,
+        )  # fmt: skip
+        return self.by_part(
+            best_with_parts, self.table(width), self.S, self.V, O,
+            l.head, l.tail1, l.tail2, l.edge_part, l.node_part,
+        )  # fmt: skip
+
+
+BOTTOM_UP = (up, tangent_up)
+_HARD: Code = (smoothing.HARD, 1.0, 1.0)
+
+
+def value(forest: Forest, scores: Tensor, goal: Tensor, code: Code) -> Tensor:
+    """A ``(B)`` for scores ``(B, P)``."""
+    with torch.cuda.device_of(scores):
+        return Block(forest, scores, goal, code).values().to(scores.dtype)
+
+
+def gradient(forest: Forest, scores: Tensor, goal: Tensor, code: Code) -> tuple[Tensor, Tensor]:
+    """A ``(B)`` and its gradient ``(B, P)``."""
+    with torch.cuda.device_of(scores):
+        block = Block(forest, scores, goal, code)
+        return block.values().to(scores.dtype), block.expected_parts()
+
+
+def hvp(forest: Forest, scores: Tensor, direction: Tensor, goal: Tensor, code: Code) -> Tensor:
+    """The Hessian of A times a direction ``(B, P)``; zero under hard max."""
+    if code[0] == smoothing.HARD:
+        a = value(forest, scores, goal, code)
+        return torch.where(a.isnan(), a, 0.0)[:, None].expand(scores.shape).contiguous()
+    with torch.cuda.device_of(scores):
+        return Block(forest, scores, goal, code).hvp(direction)
+
+
+def sample(
+    forest: Forest, scores: Tensor, goal: Tensor, uniform: Tensor, code: Code, width: int
+) -> Tensor:
+    """Part counts ``(S, B, width)`` of draws; ``uniform (S, B, ·)`` holds a number per visit."""
+    with torch.cuda.device_of(scores):
+        return Block(forest, scores, goal, code).walks(uniform, width)
+
+
+def argmax(forest: Forest, scores: Tensor, goal: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The value under hard max and the part counts ``(B, width)`` of one best derivation."""
+    with torch.cuda.device_of(scores):
+        block = Block(forest, scores, goal, _HARD)
+        no_draws = scores.new_empty(1, len(scores), 0)
+        return block.values().to(scores.dtype), block.walks(no_draws, width)[0]
+
+
+def max_marginals(forest: Forest, scores: Tensor, goal: Tensor, width: int) -> Tensor:
+    """``(B, width)``: the best score of a derivation that uses each part."""
+    with torch.cuda.device_of(scores):
+        return Block(forest, scores, goal, _HARD).max_marginals(width)
+
+
+def kbest(
+    forest: Forest, scores: Tensor, goal: Tensor, k: int, width: int
+) -> tuple[Tensor, Tensor]:
+    """Scores ``(B, k)``, −inf past the last derivation, and part counts ``(B, k, width)``.
+
+    The level-wise definition: each level is already one wide ``topk`` on the device.
+    """
+    return naive.kbest(forest, scores, goal, k, width)

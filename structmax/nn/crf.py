@@ -1,0 +1,182 @@
+"""A conditional random field as a layer."""
+
+from __future__ import annotations
+
+from typing import overload
+
+import torch
+from torch import Tensor, nn
+
+from structmax.structures.linear_chain import LinearChain
+
+
+class CRF(nn.Module):
+    """The output layer of a tagger: a linear chain with learned transitions.
+
+    Takes the place of ``torchcrf.CRF``: the same arguments, errors and parameter names, so its
+    checkpoints load. Beyond it there are marginals, k-best decoding, the structure itself, half
+    precision (computed in float32), and any mask: the chain runs over the positions that an item's
+    mask leaves on, wherever they are. What stands at the others, NaN included, has no effect.
+
+    Tensors are ``(n, B, ...)``, or ``(B, n, ...)`` with ``batch_first=True``.
+
+    Args:
+        num_tags: c, the number of tags
+        batch_first: whether the batch is the first dimension
+
+    Attributes:
+        transitions: ``(c, c)``, ``[from, to]``; −inf forbids one
+        start_transitions, end_transitions: ``(c)``
+
+    >>> import structmax as sx
+    >>> crf = sx.nn.CRF(num_tags=2, batch_first=True)
+    >>> _ = crf.load_state_dict({
+    ...     "start_transitions": torch.zeros(2),
+    ...     "end_transitions": torch.zeros(2),
+    ...     "transitions": torch.tensor([[0.0, -1.0], [0.0, 0.0]]),
+    ... })
+    >>> emissions = torch.tensor([[[2.0, 0.0], [0.0, 0.5], [1.0, 0.0]]])
+    >>> mask = torch.tensor([[True, False, True]])
+    >>> loss = -crf(emissions, torch.tensor([[0, 1, 0]]), reduction="mean")
+    >>> round(loss.item(), 4)
+    1.3854
+    >>> crf.decode(emissions), crf.decode(emissions, mask)
+    ([[0, 0, 0]], [[0, 0]])
+    >>> crf.decode(emissions, k=2)
+    [[([0, 0, 0], 3.0), ([0, 1, 0], 2.5)]]
+    >>> crf.marginals(emissions, mask).detach()
+    tensor([[[0.8598, 0.1402],
+             [0.0000, 0.0000],
+             [0.8598, 0.1402]]])
+    >>> crf.structure(emissions).entropy().detach()
+    tensor([1.6249])
+    """
+
+    def __init__(self, num_tags: int, batch_first: bool = False) -> None:
+        if num_tags <= 0:
+            raise ValueError(f"invalid number of tags: {num_tags}")
+        super().__init__()
+        self.num_tags, self.batch_first = num_tags, batch_first
+        self.start_transitions = nn.Parameter(torch.empty(num_tags))
+        self.end_transitions = nn.Parameter(torch.empty(num_tags))
+        self.transitions = nn.Parameter(torch.empty(num_tags, num_tags))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws every parameter from U(−0.1, 0.1)."""
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -0.1, 0.1)
+
+    def extra_repr(self) -> str:
+        return f"num_tags={self.num_tags}"
+
+    def forward(
+        self, emissions: Tensor, tags: Tensor, mask: Tensor | None = None, reduction: str = "sum"
+    ) -> Tensor:
+        """The log-likelihood of ``tags``: its negative is the loss.
+
+        ``reduction`` is ``"none"`` for one number per item, ``"sum"``, ``"mean"`` over the items,
+        or ``"token_mean"`` over the positions that the mask leaves on.
+        """
+        if reduction not in ("none", "sum", "mean", "token_mean"):
+            raise ValueError(f"invalid reduction: {reduction}")
+        self._check(emissions, tags=tags, mask=mask)
+        chain, order = self._chain(emissions, mask)
+        tags = self._swap(tags)
+        log_likelihood = chain.log_prob(tags if order is None else tags.gather(1, order))
+        if reduction == "none":
+            return log_likelihood
+        if reduction == "mean":
+            return log_likelihood.mean()
+        total = log_likelihood.sum()
+        if reduction == "sum":
+            return total
+        return total / (tags.numel() if chain.lengths is None else chain.lengths.sum())
+
+    @overload
+    def decode(self, emissions: Tensor, mask: Tensor | None = None) -> list[list[int]]: ...
+
+    @overload
+    def decode(
+        self, emissions: Tensor, mask: Tensor | None = None, *, k: int
+    ) -> list[list[tuple[list[int], float]]]: ...
+
+    @torch.no_grad()
+    def decode(
+        self, emissions: Tensor, mask: Tensor | None = None, k: int | None = None
+    ) -> list[list[int]] | list[list[tuple[list[int], float]]]:
+        """The best tags of each item, as long as its mask leaves positions on.
+
+        With ``k``, each item's k best as pairs ``(tags, score)``, best first; fewer where an item
+        has fewer.
+        """
+        chain = self.structure(emissions, mask)
+        if k is None:
+            rows = chain.argmax_tags().tolist()
+            if chain.lengths is None:
+                return rows
+            return [row[:n] for row, n in zip(rows, chain.lengths.tolist())]
+        best = chain.topk(k)
+        tags = zip(*chain.decode(best.structures.movedim(1, 0)))  # (B, k) lists
+        items = zip(tags, best.scores.tolist(), best.exists.sum(1).tolist())
+        return [list(zip(ranked, scores))[:count] for ranked, scores, count in items]
+
+    def marginals(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The probability of each tag at each position, shaped as ``emissions``. Differentiable.
+
+        Zero where the mask is off.
+        """
+        self._check(emissions, mask=mask)
+        chain, order = self._chain(emissions, mask)
+        mu = chain.marginals()
+        if order is not None:
+            mu = torch.zeros_like(mu).scatter(1, order[..., None].expand_as(mu), mu)
+        return self._swap(mu)
+
+    def structure(self, emissions: Tensor, mask: Tensor | None = None) -> LinearChain:
+        """The distribution over tags, ``(B, n, c)`` whatever ``batch_first``, for other queries.
+
+        Each item's unmasked positions come first, in their order; the rest is padding.
+        """
+        self._check(emissions, mask=mask)
+        return self._chain(emissions, mask)[0]
+
+    def _chain(self, emissions: Tensor, mask: Tensor | None) -> tuple[LinearChain, Tensor | None]:
+        """The chain, and the order ``(B, n)`` of its positions where the mask has holes."""
+        emissions, lengths, order = self._swap(emissions), None, None
+        if mask is not None:
+            mask = self._swap(mask).bool()
+            lengths = mask.sum(1)
+            if torch.compiler.is_compiling() or not _is_prefix(mask, lengths):
+                order = mask.byte().argsort(dim=1, descending=True, stable=True)
+                emissions = emissions.gather(1, order[..., None].expand_as(emissions))
+        parameters = self.transitions, self.start_transitions, self.end_transitions
+        return LinearChain(emissions, *parameters, lengths=lengths), order
+
+    def _swap(self, tensor: Tensor) -> Tensor:
+        """Between the caller's layout and ``(B, n, ...)``."""
+        return tensor if self.batch_first else tensor.transpose(0, 1)
+
+    def _check(self, emissions: Tensor, **others: Tensor | None) -> None:
+        if emissions.dim() != 3:
+            raise ValueError(f"emissions must have dimension of 3, got {emissions.dim()}")
+        if emissions.shape[2] != self.num_tags:
+            raise ValueError(
+                f"expected last dimension of emissions is {self.num_tags}, got {emissions.shape[2]}"
+            )
+        for name, tensor in others.items():
+            if tensor is not None and tensor.shape != emissions.shape[:2]:
+                raise ValueError(
+                    f"the first two dimensions of emissions and {name} must match, "
+                    f"got {tuple(emissions.shape[:2])} and {tuple(tensor.shape)}"
+                )
+
+
+def _is_prefix(mask: Tensor, lengths: Tensor) -> bool:
+    """Whether every item's mask is on and then off; an item without positions is an error."""
+    rises = (mask[:, 1:] & ~mask[:, :-1]).any() | (~mask[:, 0]).any()
+    late, empty = torch.stack([rises, (lengths == 0).any()]).tolist()
+    if empty:
+        item = int((lengths == 0).nonzero()[0])
+        raise ValueError(f"CRF: mask is off at every position of item {item}. Drop the item.")
+    return not late
