@@ -87,8 +87,9 @@ class Primitive:
     - ``hvp(scores, directions, constants, key, omega) -> [*w]``
     - ``naive(scores, constants, key, omega) -> A (B)``, in plain differentiable torch
 
-    ``key`` names the static problem and ``omega`` is ``Smoothing.code``. ``hold(key)`` returns what
-    must stay alive until the backward pass.
+    ``key`` names the static problem and ``omega`` is ``Smoothing.code``. The first three are the
+    fast ones; where ``backend(scores[0])`` is ``"naive"``, the derivatives of ``naive`` stand in
+    for them. ``hold(key)`` returns what must stay alive until the backward pass.
     """
 
     by_name: dict[str, Primitive] = {}
@@ -102,6 +103,7 @@ class Primitive:
         gradient: Callable[..., list[Tensor]],
         hvp: Callable[..., list[Tensor]],
         naive: Callable[..., Tensor],
+        backend: Callable[[Tensor], str] = backend_for,
         hold: Callable[[str], object] = lambda key: None,
     ) -> None:
         self.name, self.score_dims, self.constant_dims = name, score_dims, constant_dims
@@ -112,22 +114,25 @@ class Primitive:
         def run_value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
             batch = self._batch(scores)
             flat = self._flat(scores, score_dims), self._flat(constants, constant_dims)
-            return value(*flat, key, omega).reshape(batch)
+            run = naive if backend(scores[0]) == "naive" else value
+            return run(*flat, key, omega).reshape(batch)
 
         def run_gradient(
             scores: Tensors, constants: Tensors, key: str, omega: Omega
         ) -> list[Tensor]:
             batch = self._batch(scores)
             flat = self._flat(scores, score_dims), self._flat(constants, constant_dims)
-            a, *mu = gradient(*flat, key, omega)
+            run = self._naive_gradient if backend(scores[0]) == "naive" else gradient
+            a, *mu = run(*flat, key, omega)
             pairs = zip(mu, scores, strict=True)
             return [a.reshape(batch), *(m.reshape(s.shape) for m, s in pairs)]
 
         def run_hvp(
             scores: Tensors, directions: Tensors, constants: Tensors, key: str, omega: Omega
         ) -> list[Tensor]:
-            flat = [self._flat(t, score_dims) for t in (scores, directions)]
-            w = hvp(*flat, self._flat(constants, constant_dims), key, omega)
+            flat = self._flat(scores, score_dims), self._flat(directions, score_dims)
+            run = self._naive_hvp if backend(scores[0]) == "naive" else hvp
+            w = run(*flat, self._flat(constants, constant_dims), key, omega)
             return [m.reshape(s.shape) for m, s in zip(w, scores, strict=True)]
 
         def fake_value(scores: Tensors, *rest: Any) -> Tensor:
@@ -170,6 +175,28 @@ class Primitive:
         if is_transforming(scores):
             return _gradient(self.name, key, tuple(omega), *scores, *constants)
         return tuple(self.gradient_op(list(scores), list(constants), key, list(omega)))
+
+    def _naive_gradient(
+        self, scores: Tensors, constants: Tensors, key: str, omega: Omega, watch: bool = False
+    ) -> list[Tensor]:
+        """[A, *μ] by autograd; watched, μ can be differentiated again."""
+        with torch.enable_grad():
+            leaves = [s if watch else s.detach().requires_grad_() for s in scores]
+            a = self.naive(leaves, constants, key, omega)
+            feasible = torch.where(a == -torch.inf, 0.0, a).sum()
+            mu = torch.autograd.grad(feasible, leaves, create_graph=watch, materialize_grads=True)
+        return [a.detach(), *mu]
+
+    def _naive_hvp(
+        self, scores: Tensors, directions: Tensors, constants: Tensors, key: str, omega: Omega
+    ) -> list[Tensor]:
+        with torch.enable_grad():
+            leaves = [s.detach().requires_grad_() for s in scores]
+            _, *mu = self._naive_gradient(leaves, constants, key, omega, watch=True)
+            slope = _dot(mu, directions)
+            if not slope.requires_grad:  # A is linear
+                return [torch.zeros_like(s) for s in scores]
+            return list(torch.autograd.grad(slope, leaves, materialize_grads=True))
 
     def naive_third(
         self,

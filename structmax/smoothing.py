@@ -75,7 +75,8 @@ class Hard(Smoothing):
 
     def argmax(self, x: Tensor) -> Tensor:
         first = torch.zeros_like(x).scatter(-1, x.argmax(-1, keepdim=True), 1.0)
-        return torch.where(x > -math.inf, first, 0.0)
+        p = torch.where(x > -math.inf, first, 0.0)
+        return torch.where(x.isnan().any(-1, keepdim=True), math.nan, p)
 
     def bound(self, options: int) -> float:
         return 0.0

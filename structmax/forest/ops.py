@@ -40,37 +40,18 @@ def _naive(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tenso
 
 
 def _value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
-    theta = scores[0]
-    return _engine(theta).value(lookup(key), theta, constants[0], _omega(theta, omega))
+    return _engine(scores[0]).value(lookup(key), scores[0], constants[0], tuple(omega))
 
 
 def _gradient(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> list[Tensor]:
-    theta = scores[0]
-    if backend_for(theta) == "naive":
-        with torch.enable_grad():
-            leaf = theta.detach().requires_grad_()
-            a = _naive([leaf], constants, key, omega)
-            reached = torch.where(a == -torch.inf, 0.0, a)
-            (mu,) = torch.autograd.grad(reached.sum(), leaf)
-        return [a.detach(), mu]
-    return list(_engine(theta).gradient(lookup(key), theta, constants[0], tuple(omega)))
+    return list(_engine(scores[0]).gradient(lookup(key), scores[0], constants[0], tuple(omega)))
 
 
 def _hvp(
     scores: Tensors, directions: Tensors, constants: Tensors, key: str, omega: Omega
 ) -> list[Tensor]:
-    theta, v = scores[0], directions[0]
-    if backend_for(theta) == "naive":
-        with torch.enable_grad():
-            leaf = theta.detach().requires_grad_()
-            a = _naive([leaf], constants, key, omega)
-            a = torch.where(a == -torch.inf, 0.0, a)
-            (mu,) = torch.autograd.grad(a.sum(), leaf, create_graph=True)
-            if not mu.requires_grad:
-                return [torch.zeros_like(leaf)]
-            (w,) = torch.autograd.grad((mu * v).sum(), leaf, allow_unused=True)
-        return [torch.zeros_like(theta) if w is None else w]
-    return [_engine(theta).hvp(lookup(key), theta, v, constants[0], tuple(omega))]
+    engine = _engine(scores[0])
+    return [engine.hvp(lookup(key), scores[0], directions[0], constants[0], tuple(omega))]
 
 
 forest = Primitive("forest", (1,), (0,), _value, _gradient, _hvp, _naive, hold=lookup)

@@ -273,11 +273,11 @@ class DynamicStructure(Structure):
         p, q = self._aligned(q)
         if q._is_gibbs:
             own, mu = p._cached()
-            own = p._refuse_infeasible("cross_entropy", own, own)
             value = own if q is p else q._value()
             pairs = zip(q._parts(), mu, strict=True)
             total = sum(dot(theta, m, m.dim() - len(p.batch_shape)) for theta, m in pairs)
-            return (value - total) / q.smoothing.gamma
+            total = (value - total) / q.smoothing.gamma
+            return p._refuse_infeasible("cross_entropy", own.expand(total.shape), total)
         forest = lookup(p._forest_key())
         batch_shape = torch.broadcast_shapes(p.batch_shape, q.batch_shape)
         p, q = p.expand(batch_shape), q.expand(batch_shape)
@@ -285,8 +285,8 @@ class DynamicStructure(Structure):
             s._backpointers().reshape(batch_shape.numel(), forest.num_edges) for s in (p, q)
         )
         use = naive.edge_visits(forest, local_p, p._goal().reshape(-1))
-        dtype = self._parts()[0].dtype
-        return -_sum_log(local_q, use).reshape(batch_shape).to(dtype)
+        total = -_sum_log(local_q, use).reshape(batch_shape).to(self._parts()[0].dtype)
+        return p._refuse_infeasible("cross_entropy", p.log_partition(), total)
 
     def condition(
         self, include: Tensor | None = None, exclude: Tensor | None = None

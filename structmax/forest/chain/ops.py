@@ -25,9 +25,16 @@ from structmax.primitive import (
 )
 from structmax.smoothing import from_code
 
+MAX_TAGS_ON_GPU = 128  # a tile of more does not fit into the registers of a program
 
-def _engine(scores: Tensor) -> ModuleType:
-    return importlib.import_module(f"structmax.forest.chain.{backend_for(scores)}")
+
+def _backend(unary: Tensor) -> str:
+    name = backend_for(unary)
+    return "naive" if name == "gpu" and unary.shape[-1] > MAX_TAGS_ON_GPU else name
+
+
+def _engine(unary: Tensor) -> ModuleType:
+    return importlib.import_module(f"structmax.forest.chain.{_backend(unary)}")
 
 
 def _scaled(tensors: Tensors, gamma: float) -> list[Tensor]:
@@ -39,46 +46,26 @@ def _naive(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tenso
 
 
 def _value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
-    if backend_for(scores[0]) == "naive":
-        return _naive(scores, constants, key, omega)
     gamma = omega[1]
-    return gamma * _engine(scores[0]).value(*_scaled(scores, gamma), constants[0])
+    value = _engine(scores[0]).value(*_scaled(scores, gamma), constants[0])
+    return value if gamma == 1.0 else gamma * value
 
 
 def _gradient(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> list[Tensor]:
-    if backend_for(scores[0]) == "naive":
-        with torch.enable_grad():
-            leaves = [s.detach().requires_grad_() for s in scores]
-            a = _naive(leaves, constants, key, omega)
-            reached = torch.where(a == -torch.inf, 0.0, a)
-            mu = torch.autograd.grad(reached.sum(), leaves, materialize_grads=True)
-        return [a.detach(), *mu]
     gamma = omega[1]
-    a, *mu = _engine(scores[0]).gradient(*_scaled(scores, gamma), constants[0])
-    return [gamma * a, *mu]
+    value, *mu = _engine(scores[0]).gradient(*_scaled(scores, gamma), constants[0])
+    return [value if gamma == 1.0 else gamma * value, *mu]
 
 
 def _hvp(
     scores: Tensors, directions: Tensors, constants: Tensors, key: str, omega: Omega
 ) -> list[Tensor]:
-    if backend_for(scores[0]) == "naive":
-        with torch.enable_grad():
-            leaves = [s.detach().requires_grad_() for s in scores]
-            a = _naive(leaves, constants, key, omega)
-            reached = torch.where(a == -torch.inf, 0.0, a)
-            mu = torch.autograd.grad(
-                reached.sum(), leaves, create_graph=True, materialize_grads=True
-            )
-            total = torch.stack([(m * v).sum() for m, v in zip(mu, directions, strict=True)]).sum()
-            if not total.requires_grad:
-                return [torch.zeros_like(s) for s in scores]
-            return list(torch.autograd.grad(total, leaves, materialize_grads=True))
     gamma = omega[1]
     w = _engine(scores[0]).hvp(*_scaled(scores, gamma), *directions, constants[0])
     return _scaled(w, gamma)
 
 
-chain = Primitive("chain", (2, 3), (0,), _value, _gradient, _hvp, _naive)
+chain = Primitive("chain", (2, 3), (0,), _value, _gradient, _hvp, _naive, _backend)
 
 
 def _run_argmax(unary: Tensor, transition: Tensor, lengths: Tensor) -> list[Tensor]:
