@@ -57,6 +57,15 @@ def backend_for(tensor: Tensor) -> str:
     return "gpu" if tensor.device.type == "cuda" else "naive"
 
 
+def is_plain(tensors: Tensors) -> bool:
+    """Whether nothing at all looks on: an op's body may then be called without the dispatcher."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or any(type(t) is not Tensor and type(t) is not torch.nn.Parameter for t in tensors)
+    )
+
+
 def register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Defines ``structmax::name`` and returns it."""
     _library.define(name + schema)
@@ -69,11 +78,9 @@ def is_transforming(tensors: Tensors) -> bool:
     """Whether autograd or a ``torch.func`` transform watches these tensors."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return True
-    if torch.compiler.is_compiling():
-        return False
-    return (
-        torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-    )
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
 
 
 class Primitive:
@@ -141,6 +148,7 @@ class Primitive:
         def fake_like(scores: Tensors, *rest: Any) -> list[Tensor]:
             return [s.new_empty(s.shape) for s in scores]
 
+        self._run_value, self._run_gradient = run_value, run_gradient
         self.value_op = register(
             f"{name}_value", f"(Tensor[] scores, {tail}", run_value, fake_value
         )
@@ -166,7 +174,8 @@ class Primitive:
         """A, differentiable."""
         if is_transforming(scores):
             return self.value_and_gradient(scores, constants, key, omega)[0]
-        return self.value_op(list(scores), list(constants), key, list(omega))
+        run = self._run_value if is_plain(scores) else self.value_op
+        return run(list(scores), list(constants), key, list(omega))
 
     def value_and_gradient(
         self, scores: Tensors, constants: Tensors, key: str, omega: Omega
@@ -174,7 +183,8 @@ class Primitive:
         """``(A, *μ)``, differentiable."""
         if is_transforming(scores):
             return _gradient(self.name, key, tuple(omega), *scores, *constants)
-        return tuple(self.gradient_op(list(scores), list(constants), key, list(omega)))
+        run = self._run_gradient if is_plain(scores) else self.gradient_op
+        return tuple(run(list(scores), list(constants), key, list(omega)))
 
     def _naive_gradient(
         self, scores: Tensors, constants: Tensors, key: str, omega: Omega, watch: bool = False

@@ -66,6 +66,9 @@ class Hard(Smoothing):
     def __init__(self) -> None:
         object.__setattr__(self, "gamma", 1.0)
 
+    def __repr__(self) -> str:
+        return "Hard()"
+
     @property
     def code(self) -> tuple[float, float, float]:
         return (HARD, 1.0, 1.0)

@@ -555,7 +555,8 @@ def value(forest: Forest, scores: Tensor, goal: Tensor, code: Code) -> Tensor:
 
 def gradient(forest: Forest, scores: Tensor, goal: Tensor, code: Code) -> tuple[Tensor, Tensor]:
     """A ``(B)`` and its gradient ``(B, P)``."""
-    value, mu = torch.empty(len(scores), dtype=scores.dtype), torch.empty_like(scores)
+    value = torch.empty(len(scores), dtype=scores.dtype)
+    mu = torch.empty_like(scores, memory_format=torch.contiguous_format)
     theta, goals, a, m = _numpy(scores), _numpy(goal.int()), value.numpy(), mu.numpy()
 
     def task(low: int, high: int) -> None:

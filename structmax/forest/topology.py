@@ -18,6 +18,7 @@ Glossary: B batch, v nodes, e edges, P parts.
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 import weakref
 from collections import OrderedDict
@@ -218,9 +219,21 @@ class ForestBuilder:
 
     def nodes(self, count: int, parts: ArrayLike = -1) -> Ints:
         """Adds ``count`` nodes and returns their numbers, in order."""
+        if count < 0:
+            raise ValueError(f"ForestBuilder.nodes: count must be at least 0, got {count}.")
+        (part,) = _integers("ForestBuilder.nodes: parts", parts)
+        if len(part) and part.min() < -1:
+            raise ValueError(
+                f"ForestBuilder.nodes: a part must be at least 0, or -1 for none, got {part.min()}."
+            )
+        if part.shape not in ((1,), (count,)):
+            raise ValueError(
+                f"ForestBuilder.nodes: parts must be one for each of the {count} nodes, or one "
+                f"for all, got {len(part)}."
+            )
         first = self._num_nodes
         self._num_nodes += count
-        self._node_parts.append(np.broadcast_to(np.asarray(parts, np.int32), (count,)))
+        self._node_parts.append(np.broadcast_to(part, (count,)))
         return np.arange(first, self._num_nodes, dtype=np.int32)
 
     def edge(self, head: int, *tails: int, part: int = -1) -> None:
@@ -237,9 +250,8 @@ class ForestBuilder:
         self, heads: ArrayLike, tails1: ArrayLike, tails2: ArrayLike = -1, parts: ArrayLike = -1
     ) -> None:
         """Adds edges in bulk; the arguments broadcast. −1 means no tail, no part."""
-        head, t1, t2, part = (
-            np.ravel(a).astype(np.int32) for a in np.broadcast_arrays(heads, tails1, tails2, parts)
-        )
+        what = "ForestBuilder.edges: heads, tails and parts"
+        head, t1, t2, part = _integers(what, heads, tails1, tails2, parts)
         if len(head) and (head.min() < 0 or head.max() >= self._num_nodes):
             bad = int(head[(head < 0) | (head >= self._num_nodes)][0])
             raise ValueError(f"ForestBuilder.edges: head {bad} is no node yet.")
@@ -249,6 +261,10 @@ class ForestBuilder:
             raise ValueError(
                 f"ForestBuilder.edges: the tails of node {head[i]} must be earlier nodes, got "
                 f"({t1[i]}, {t2[i]}). Add nodes in topological order."
+            )
+        if len(part) and part.min() < -1:
+            raise ValueError(
+                f"ForestBuilder.edges: a part must be at least 0, or -1 for none, got {part.min()}."
             )
         self._edges.append((head, t1, t2, part))
 
@@ -270,6 +286,15 @@ class ForestBuilder:
         return Forest(head, t1, t2, part, node_part, num_parts)
 
 
+def _integers(what: str, *given: ArrayLike) -> list[Ints]:
+    """Integers of any shape, broadcast together, as flat int32 arrays."""
+    arrays = [np.asarray(a) for a in given]
+    for array in arrays:
+        if array.size and not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(f"{what} must be integers, got {array.dtype}.")
+    return [np.ravel(a).astype(np.int32) for a in np.broadcast_arrays(*arrays)]
+
+
 # Forests travel to custom ops by name. A library family is rebuilt from its name when it is no
 # longer cached; a user's forest lives as long as somebody holds it.
 
@@ -289,7 +314,8 @@ def family(draw: Callable[..., Forest]) -> Callable[..., Forest]:
 
 def name_of(family_name: str, sizes: Sequence[int]) -> str:
     """The name under which ``lookup`` finds a member of a family."""
-    return family_name + ":" + ",".join([str(size) for size in sizes])
+    # index: a size that torch.compile has made symbolic becomes a number again
+    return family_name + ":" + ",".join([str(operator.index(size)) for size in sizes])
 
 
 def lookup(key: str) -> Forest:

@@ -46,6 +46,11 @@ def same_device(owner: str, **tensors: Tensor | None) -> None:
 def batch_shape(owner: str, **tensors: tuple[Tensor | None, int]) -> torch.Size:
     """The broadcast batch shape of tensors given with their event dimensions."""
     shapes = {k: t.shape[: t.dim() - d] for k, (t, d) in tensors.items() if t is not None}
+    longest = torch.Size(())
+    for shape in shapes.values():  # max with a key is more than torch.compile traces
+        longest = shape if len(shape) > len(longest) else longest
+    if all(len(shape) == 0 or shape == longest for shape in shapes.values()):
+        return longest  # by far the most common case, and broadcast_shapes is slow
     try:
         return torch.broadcast_shapes(*shapes.values())
     except RuntimeError:
@@ -88,7 +93,7 @@ def values(
     for name, (tensor, mask) in scores.items():
         bad = ~(tensor < torch.inf)
         if mask is not None:
-            bad = bad & mask
+            bad = (bad & mask).long().sum_to_size(tensor.shape) > 0
         if bool(bad.any()):
             where = tuple(bad.nonzero()[0].tolist())
             raise ValueError(

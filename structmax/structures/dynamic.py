@@ -11,12 +11,13 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from structmax.forest import naive, ops
 from structmax.forest.topology import Forest, lookup
-from structmax.primitive import is_transforming
+from structmax.primitive import backend_for, is_transforming
 from structmax.smoothing import SHANNON, Hard
 from structmax.structures import checks
 from structmax.structures.base import Ranked, Structure, TopK, dot
@@ -71,7 +72,13 @@ class DynamicStructure(Structure):
     def _aligned(self, q: Structure) -> tuple[DynamicStructure, DynamicStructure]:
         """This structure and q with the same parts and forest."""
         self._same_kind(q)
-        assert isinstance(q, DynamicStructure)
+        if not isinstance(q, DynamicStructure) or not same_forest(
+            self._forest_key(), q._forest_key()
+        ):
+            raise ValueError(
+                f"{self._name}: both distributions must be over the derivations of one forest, "
+                f"got {type(q).__name__} over another."
+            )
         return self, q
 
     # -- value and gradient -----------------------------------------------------------------------
@@ -88,14 +95,20 @@ class DynamicStructure(Structure):
     def _cached(self) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Value and gradient; kept for the next query where nothing watches the computation."""
         tensors = [t for t, _ in self._tensors().values()]
-        if is_transforming(tensors) or any(t.is_inference() for t in tensors):
+        if (
+            torch.compiler.is_compiling()
+            or is_transforming(tensors)
+            or torch.is_inference_mode_enabled()
+            or any(t.is_inference() for t in tensors)
+        ):
             return self._value_and_gradient()
-        versions = [t._version for t in tensors]
         kept = self.__dict__.get("_kept")
-        if kept is None or kept[0] != versions:
-            kept = versions, self._value_and_gradient()
+        if kept is None or kept[0] != _state(tensors, *kept[1:]):
+            value, mu = self._value_and_gradient()
+            kept = _state(tensors, value, mu), value, mu
             self.__dict__["_kept"] = kept
-        return kept[1]
+        _, value, mu = kept
+        return value.detach(), tuple(m.detach() for m in mu)  # ours stay without a gradient
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k != "_kept"}
@@ -121,7 +134,9 @@ class DynamicStructure(Structure):
         if self._validate_args and checks.can_look():
             checks.feasible(self._name, query, value)
             return answer
-        none = value == -math.inf
+        none = ~value.isfinite()  # −inf, or the NaN or +inf of scores that nobody looked at
+        if value.device.type == "cpu" and checks.can_look() and not bool(none.any()):
+            return answer
         return torch.where(none[(..., *[None] * (answer.dim() - none.dim()))], math.nan, answer)
 
     def marginals(self) -> Tensor:
@@ -156,8 +171,8 @@ class DynamicStructure(Structure):
         return z.reshape(*shape, *self.batch_shape, *self.event_shape).to(self.dtype)
 
     def topk(self, k: int) -> TopK:
-        if k < 1:
-            raise ValueError(f"{self._name}.topk: k must be at least 1, got {k}.")
+        if not isinstance(k, int) or k < 1:
+            raise ValueError(f"{self._name}.topk: k must be at least 1, an integer, got {k!r}.")
         theta = self._pack(self._parts())
         width = self.event_shape.numel()
         scores, z = ops.kbest(theta.detach(), self._goal(), self._forest_key(), k, width)
@@ -296,9 +311,10 @@ class DynamicStructure(Structure):
         for name, mask in (("include", include), ("exclude", exclude)):
             if mask is None:
                 continue
-            if mask.dtype != torch.bool:
+            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+                got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
                 raise ValueError(
-                    f"{self._name}.condition: {name} must be a boolean mask, got {mask.dtype}."
+                    f"{self._name}.condition: {name} must be a boolean mask, got {got}."
                 )
             try:
                 mask = mask.expand(shape)
@@ -339,6 +355,17 @@ class DynamicStructure(Structure):
         return z.unflatten(-1, self.event_shape).to(self.dtype), log_prob.to(self._parts()[0].dtype)
 
 
+def same_forest(one: str, other: str) -> bool:
+    """Whether two names stand for the same topology."""
+    if one == other:
+        return True
+    a, b = lookup(one), lookup(other)
+    names = ("head", "tail1", "tail2", "edge_part", "node_part")
+    return a.num_parts == b.num_parts and all(
+        np.array_equal(getattr(a, name), getattr(b, name)) for name in names
+    )
+
+
 def counts_of_edges(forest: Forest, use: Tensor) -> Tensor:
     """Uses of parts ``(..., P)`` from uses of edges ``(..., e)``: each visit uses one edge."""
     lists = forest.on(use.device)
@@ -350,8 +377,6 @@ def counts_of_edges(forest: Forest, use: Tensor) -> Tensor:
 
 def forest_of_edges(forest: Forest) -> Forest:
     """The same forest with each edge its own part."""
-    import numpy as np
-
     tail1, tail2 = (
         np.where(t == forest.num_nodes, -1, t).astype(np.int32)
         for t in (forest.tail1, forest.tail2)
@@ -361,9 +386,14 @@ def forest_of_edges(forest: Forest) -> Forest:
     return Forest(forest.head, tail1, tail2, parts, none, forest.num_edges)
 
 
+def _state(tensors: Sequence[Tensor], value: Tensor, mu: Sequence[Tensor]) -> list[Any]:
+    """What a kept answer depends on: the backend, and that nobody wrote into scores or answer."""
+    return [backend_for(tensors[0]), *[t._version for t in (*tensors, value, *mu)]]
+
+
 def _sum_log(q: Tensor, use: Tensor) -> Tensor:
     """Σ use·log q over the last dimension, with 0·log 0 = 0."""
     used = use > 0
-    terms = use * torch.where(used & (q > 0), q, 1.0).log()
-    impossible = torch.where(used & (q <= 0), -math.inf, 0.0)
+    terms = use * torch.where(used & (q != 0), q, 1.0).log()
+    impossible = torch.where(used & (q == 0), -math.inf, 0.0)
     return (terms + impossible).sum(-1)

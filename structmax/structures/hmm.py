@@ -37,6 +37,8 @@ class HMM(LinearChain):
     [1, 1, 1, 1]
     """
 
+    _score_names = ("emission.mT[observations]", "initial")
+
     def __init__(
         self,
         initial: Tensor,
@@ -54,6 +56,12 @@ class HMM(LinearChain):
             raise ValueError(
                 f"HMM: initial must be (..., {c}) to match emission {tuple(emission.shape)}, "
                 f"got {tuple(initial.shape)}."
+            )
+        checks.scores("HMM", "transition", transition, 2, f"(..., {c}, {c})")
+        if transition.shape[-2:] != (c, c):
+            raise ValueError(
+                f"HMM: transition must be (..., {c}, {c}) to match emission "
+                f"{tuple(emission.shape)}, got {tuple(transition.shape)}."
             )
         if observations.is_floating_point() or observations.dim() < 1:
             raise ValueError(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,23 +48,37 @@ class Hyperpath(DynamicStructure):
         smoothing: Smoothing | None = None,
         validate_args: bool | None = None,
     ) -> None:
+        if not isinstance(forest, Forest):
+            raise ValueError(
+                f"Hyperpath: forest must be a sx.Forest, got {type(forest).__name__}. A "
+                "ForestBuilder makes one with build()."
+            )
         checks.scores("Hyperpath", "scores", scores, 1, "(..., P)")
         if scores.shape[-1] != forest.num_parts:
             raise ValueError(
                 f"Hyperpath: scores must be (..., {forest.num_parts}), one for each part of the "
                 f"forest, got {tuple(scores.shape)}."
             )
+        if goal is not None and (not isinstance(goal, Tensor) or goal.is_floating_point()):
+            got = goal.dtype if isinstance(goal, Tensor) else type(goal).__name__
+            raise ValueError(f"Hyperpath: goal must be a tensor of integers, got {got}.")
         self.forest, self.scores, self.goal = forest, scores, goal
         checks.same_device("Hyperpath", scores=scores, goal=goal)
         batch = checks.batch_shape("Hyperpath", scores=(scores, 1), goal=(goal, 0))
         super().__init__(batch, scores.shape[-1:], smoothing, validate_args)
         if self._validate_args and checks.can_look():
-            checks.values("Hyperpath", {"scores": (scores, None)})
+            checks.values("Hyperpath", {"scores": (scores, self._used_parts())})
             if goal is not None and bool(((goal < 0) | (goal >= forest.num_nodes)).any()):
                 raise ValueError(
                     f"Hyperpath: goal must be between 0 and {forest.num_nodes - 1}, got "
                     f"{goal.tolist()}."
                 )
+
+    def _used_parts(self) -> Tensor:
+        """Which parts some node or edge carries, ``(P)``."""
+        nodes, _, edges, _ = self.forest.by_part
+        used = (np.diff(nodes) > 0) | (np.diff(edges) > 0)
+        return torch.from_numpy(used).to(self.scores.device)
 
     def _tensors(self) -> dict[str, tuple[Tensor, int]]:
         given = {"scores": (self.scores, 1)}

@@ -78,6 +78,8 @@ class LinearChain(DynamicStructure):
     0.2502
     """
 
+    _score_names = ("unary", "start")  # as errors call them
+
     def __init__(
         self,
         unary: Tensor,
@@ -121,7 +123,7 @@ class LinearChain(DynamicStructure):
             name, unary=unary, transition=transition, start=start, end=end, lengths=lengths
         )
         self.unary, self.transition, self.start, self.end = unary, transition, start, end
-        self.lengths = lengths
+        self.lengths, self._lengths_are_good = lengths, lengths is None
         batch = checks.batch_shape(
             name,
             unary=(unary, 2),
@@ -133,6 +135,7 @@ class LinearChain(DynamicStructure):
         super().__init__(batch, (n, c), smoothing, validate_args)
         if self._validate_args and checks.can_look():
             self._check_values()
+            self._lengths_are_good = True
 
     def _check_values(self) -> None:
         position, steps = None, None
@@ -140,8 +143,9 @@ class LinearChain(DynamicStructure):
             inside = self._inside()
             position = inside[..., None]
             steps = inside[..., 1:, None, None] if self._steps_given else None
-        looked_at = {"unary": (self.unary, position), "transition": (self.transition, steps)}
-        for which, vector in (("start", self.start), ("end", self.end)):
+        unary, start = self._score_names
+        looked_at = {unary: (self.unary, position), "transition": (self.transition, steps)}
+        for which, vector in ((start, self.start), ("end", self.end)):
             if vector is not None:
                 looked_at[which] = (vector, None)
         checks.values(self._name, looked_at, self.lengths, self.event_shape[0])
@@ -165,7 +169,14 @@ class LinearChain(DynamicStructure):
         n, device = self.event_shape[0], self.unary.device
         if self.lengths is None:
             return torch.full(self.batch_shape, n, dtype=torch.int64, device=device)
-        return self.lengths.expand(self.batch_shape)
+        lengths = self.lengths.long().expand(self.batch_shape)
+        return lengths if self._lengths_are_good else torch.where(self._bad_lengths(), n, lengths)
+
+    def _bad_lengths(self) -> Tensor:
+        """Items whose length nobody looked at and that is impossible: their scores become NaN."""
+        assert self.lengths is not None
+        bad = (self.lengths < 1) | (self.lengths > self.event_shape[0])
+        return bad.expand(self.batch_shape)
 
     def _dtype_inside(self) -> torch.dtype:
         """What is computed in: the widest of the scores' dtypes, at least float32."""
@@ -188,6 +199,10 @@ class LinearChain(DynamicStructure):
             added = torch.stack([scores for scores, _ in given], -2)  # (*B, 1 or 2, c)
             position = torch.stack([at for _, at in given], -1)[..., None].expand_as(added)
             unary = unary.scatter_add(-2, position, added)
+        if not self._lengths_are_good:
+            unary = (
+                unary + torch.where(self._bad_lengths(), math.nan, 0.0).to(dtype)[..., None, None]
+            )
         transition = self.transition.to(dtype)
         if not self._steps_given:
             transition = transition.unsqueeze(-3)
@@ -392,6 +407,9 @@ class LinearChain(DynamicStructure):
             )
         return z
 
+    def _edge_use(self, z: Tensor) -> Tensor:
+        return super()._edge_use(torch.where(self._inside()[..., None], z, 0))
+
     def enumerate_support(self, expand: bool = True) -> Tensor:
         n, c = self.event_shape
         sizes = self._lengths().unique()
@@ -412,24 +430,42 @@ class LinearChain(DynamicStructure):
         return every.expand(-1, *self.batch_shape, n, c) if expand else every
 
     def decode(self, z: Tensor) -> Any:
-        """Lists of tags, nested as the batch, cut at the length."""
-        batch = z.shape[:-2]
-        tags = z.argmax(-1).reshape(-1, z.shape[-2]).tolist()
-        sizes = self._lengths().expand(batch).reshape(-1).tolist()
-        rows: Any = [row[:size] for row, size in zip(tags, sizes, strict=True)]
-        for size in reversed(batch):
-            rows = [rows[i : i + size] for i in range(0, len(rows), max(size, 1))]
-        return rows[0] if rows else []
+        """Lists of tags, nested as the batch of z, cut at the length.
+
+        z may have sample dimensions before the batch (``sample``) or after it (``topk``); the
+        positions after its last non-zero entry are padding, so what does not exist is ``[]``.
+        """
+        batch, own = z.shape[:-2], self.batch_shape
+        position = torch.arange(1, z.shape[-2] + 1, device=z.device)
+        sizes = torch.where((z != 0).any(-1), position, 0).amax(-1)
+        before = batch[len(batch) - len(own) :] == own
+        after = len(batch) > len(own) and batch[: len(own)] == own
+        if self.lengths is not None and before and not after:
+            sizes = torch.minimum(sizes, self._lengths().expand(batch))
+        return _cut(z.argmax(-1).tolist(), sizes.tolist())
 
     def encode(self, obj: Any) -> Tensor:
         """z of tags: a tensor ``(*B, n)``, or a list (of lists) of tags, ragged or not."""
         n, c = self.event_shape
         if not isinstance(obj, Tensor):
-            if len(self.batch_shape) == 1:
-                obj = [list(row) + [-1] * (n - len(row)) for row in obj]
-            obj = torch.as_tensor(obj, device=self.unary.device)
-            if obj.shape[-1] < n:
-                obj = torch.nn.functional.pad(obj, (0, n - obj.shape[-1]), value=-1)
+            if 0 in self.batch_shape:
+                return self.unary.new_zeros(*self.batch_shape, n, c)
+            obj = torch.as_tensor(_pad(obj, n), device=self.unary.device)
         tags = self._checked_tags(obj)
         z = tags[..., None] == torch.arange(c, device=tags.device)
         return (z & self._inside()[..., None]).to(self.dtype)
+
+
+def _cut(rows: Any, sizes: Any) -> Any:
+    """Nested lists of rows, each cut at its size."""
+    if isinstance(sizes, int):
+        return rows[:sizes]
+    return [_cut(row, size) for row, size in zip(rows, sizes, strict=True)]
+
+
+def _pad(rows: Any, n: int) -> list[Any]:
+    """Nested lists (or arrays) of rows, each filled up to n with −1."""
+    rows = [row.tolist() if hasattr(row, "tolist") else row for row in rows]
+    if rows and isinstance(rows[0], list | tuple):
+        return [_pad(row, n) for row in rows]
+    return rows + [-1] * (n - len(rows))

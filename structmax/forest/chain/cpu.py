@@ -2,8 +2,9 @@
 
 A step works in exp space: with p = exp(α − max α) and E = exp(T − max T), the new sums are pᵀE, so
 the exponential of a transition is taken once and serves both directions. α and β stay in log space
-and float64, whatever the scores. A sum so small that underflow may have bitten it (``TINY``) is
-computed again in log space, term by term, so no spread of scores is too large.
+and float64, whatever the scores. Underflow can falsify a sum only if it is tiny and the scores of
+the step spread widely; an item where that happens is computed again in log space, term by term, so
+no spread of scores is too large.
 
 Letters as in ``naive``: n positions, c tags, s steps of transitions (n − 1, or 1 if shared).
 """
@@ -21,52 +22,45 @@ from structmax.jit import exp, kernel, log, run_chunks
 
 INF = math.inf
 TINY = 1e-25  # far above the smallest float32, far below any sum that matters
+DEEP = math.log(TINY)
 
 
 @kernel(fast=True, inner=True)
-def exponentials(T, E, column):
-    """E = exp(T − m) and m, the largest entry of T (0 if all are −inf)."""
+def exponentials(T, E, top, low):
+    """E = exp(T − m), m the largest entry of T (0 if all are −inf), and the least finite T − m."""
     c = T.shape[0]
     for j in range(c):
-        column[j] = -INF
+        top[j] = -INF
+        low[j] = INF
     for i in range(c):
         for j in range(c):
-            column[j] = T[i, j] if T[i, j] > column[j] else column[j]
-    m = column[0]
+            x = T[i, j]
+            top[j] = x if x > top[j] else top[j]
+            low[j] = x if (x < low[j]) & (x > -INF) else low[j]
+    m, least = top[0], low[0]
     for j in range(1, c):
-        m = column[j] if column[j] > m else m
-    m = m if m > -INF else column.dtype.type(0)
+        m = top[j] if top[j] > m else m
+        least = low[j] if low[j] < least else least
+    m = m if m > -INF else top.dtype.type(0)
     for i in range(c):
         for j in range(c):
             E[i, j] = exp(T[i, j] - m)
-    return np.float64(m)
+    return np.float64(m), np.float64(least) - np.float64(m)
 
 
 @kernel(inner=True)
 def relative(x, out):
-    """out = exp(x − m) in the dtype of out, and m, the largest of x (0 if all are −inf)."""
-    m = -INF
+    """out = exp(x − m) in its dtype, m the largest of x (0 if all are −inf), least finite x − m."""
+    m, least = -INF, INF
     for i in range(x.shape[0]):
         m = x[i] if x[i] > m else m
+        least = x[i] if (x[i] < least) & (x[i] > -INF) else least
     m = m if m > -INF else 0.0
     for i in range(x.shape[0]):
         out[i] = x[i] - m
     for i in range(x.shape[0]):
         out[i] = exp(out[i])
-    return m
-
-
-@kernel(inner=True)
-def log_sum_exp(x):
-    """log Σ exp x, exact with −inf and NaN."""
-    m = -INF
-    for i in range(x.shape[0]):
-        m = x[i] if x[i] > m else m
-    m = m if m > -INF else 0.0
-    total = 0.0
-    for i in range(x.shape[0]):
-        total += math.exp(x[i] - m)
-    return m + math.log(total)
+    return m, least - m
 
 
 @kernel(fast=True, inner=True)
@@ -96,73 +90,65 @@ def sums_from(E, p, total):
 
 
 @kernel(inner=True)
-def fill(x, value):
-    for i in range(x.shape[0]):
-        for j in range(x.shape[1]):
-            x[i, j] = value
+def logs(total, depth, shift, add, out):
+    """out = add + shift + log total, and whether that is right: no sum can have underflown.
 
-
-@kernel(inner=True)
-def all_safe(total):
-    """Whether every sum is a number that underflow cannot have changed."""
-    safe = True
+    ``depth`` is the least exponent among the products that were summed.
+    """
+    right = True
     for j in range(total.shape[0]):
-        safe &= total[j] >= TINY
-    return safe
+        right &= (total[j] >= TINY) | ((total[j] == 0) & (depth > DEEP))
+        x = shift + log(total[j])
+        out[j] = add[j] + (x if total[j] > 0 else -INF)
+    return right
 
 
 @kernel(inner=True)
-def logs(total, shift, add, out):
-    """out = add + shift + log total, for safe totals."""
-    for j in range(total.shape[0]):
-        out[j] = add[j] + (shift + log(np.float64(total[j])))
+def forward(u, T, length, alpha, P, E, peaks, total, spare, keep):
+    """α of one item and P = exp(α − max α); every E is kept for the way back if asked.
 
-
-@kernel(inner=True)
-def forward(u, T, length, alpha, P, E, peaks, total, scratch, keep):
-    """α of one item, P = exp(α − max α); every E is kept for the way back if asked."""
+    Returns A, NaN if the item must be computed in log space.
+    """
     c, shared = u.shape[1], T.shape[0] == 1
     for j in range(c):
         alpha[0, j] = u[0, j]
     for t in range(1, length):
-        step = 0 if shared else t - 1
-        slot = step if keep else 0
+        slot = t - 1 if keep and not shared else 0
         if t == 1 or not shared:
-            peaks[slot] = exponentials(T[step], E[slot], total)
-        m = relative(alpha[t - 1], P[t - 1])
+            peaks[slot, 0], peaks[slot, 1] = exponentials(
+                T[0 if shared else t - 1], E[slot], total, spare
+            )
+        m, depth = relative(alpha[t - 1], P[t - 1])
         sums_into(P[t - 1], E[slot], total)
-        if all_safe(total):
-            logs(total, m + peaks[slot], u[t], alpha[t])
-        else:
-            for j in range(c):
-                for i in range(c):
-                    scratch[i] = alpha[t - 1, i] + T[step, i, j]
-                alpha[t, j] = u[t, j] + log_sum_exp(scratch)
-    relative(alpha[length - 1], P[length - 1])
-    return log_sum_exp(alpha[length - 1])
+        if not logs(total, depth + peaks[slot, 1], m + peaks[slot, 0], u[t], alpha[t]):
+            return np.nan
+    m, _ = relative(alpha[length - 1], P[length - 1])
+    mass = 0.0
+    for j in range(c):
+        mass += P[length - 1, j]
+    return m + math.log(mass)
 
 
 @kernel
 def values(low, high, U, TT, lengths, out):
-    """A of the items low..high."""
+    """A of the items low..high; NaN where log space is needed."""
     n, c = U.shape[1:]
-    alpha, scratch, peaks = np.empty((n, c)), np.empty(c), np.empty(1)
-    P, E, total = np.empty((n, c), U.dtype), np.empty((1, c, c), U.dtype), np.empty(c, U.dtype)
+    alpha, peaks, P = np.empty((n, c)), np.empty((1, 2)), np.empty((n, c), U.dtype)
+    E, total, spare = np.empty((1, c, c), U.dtype), np.empty(c, U.dtype), np.empty(c, U.dtype)
     for b in range(low, high):
         T = TT[b if TT.shape[0] > 1 else 0]
-        out[b] = forward(U[b], T, lengths[b], alpha, P, E, peaks, total, scratch, False)
+        out[b] = forward(U[b], T, lengths[b], alpha, P, E, peaks, total, spare, False)
 
 
 @kernel(fast=True, inner=True)
 def weigh(p, total, mu):
-    """μ_i = p_i total_i / S; p becomes p / S. Nothing is written unless S is safe; returns S."""
+    """μ_i = p_i total_i / S and p becomes p / S, with S their sum, which is returned."""
     mass = p[0] * total[0]
     for i in range(1, p.shape[0]):
         mass += p[i] * total[i]
-    if mass >= TINY:
-        for i in range(p.shape[0]):
-            p[i] /= mass
-            mu[i] = p[i] * total[i]
+    for i in range(p.shape[0]):
+        p[i] /= mass
+        mu[i] = p[i] * total[i]
     return mass
 
 
@@ -175,99 +161,118 @@ def outer(p, E, r, out):
 
 
 @kernel(fast=True, inner=True)
-def sum_of_outer(P, R, steps, block, out):
-    """out_ij = Σ_t P_ti R_tj, four steps at a time, in blocks that are short enough for float32."""
+def sum_of_outer(P, R, steps, E, block, out):
+    """out_ij = E_ij Σ_t P_ti R_tj, in blocks of steps short enough for float32."""
     c = out.shape[0]
-    fill(out, 0)
     for start in range(0, steps, 64):
-        fill(block, 0)
-        stop = min(start + 64, steps)
-        whole = start + (stop - start) // 4 * 4
-        for t in range(start, whole, 4):
-            for i in range(c):
-                p0, p1, p2, p3 = P[t, i], P[t + 1, i], P[t + 2, i], P[t + 3, i]
-                for j in range(c):
-                    block[i, j] += (p0 * R[t, j] + p1 * R[t + 1, j]) + (
-                        p2 * R[t + 2, j] + p3 * R[t + 3, j]
-                    )
-        for t in range(whole, stop):
-            for i in range(c):
-                for j in range(c):
-                    block[i, j] += P[t, i] * R[t, j]
         for i in range(c):
             for j in range(c):
-                out[i, j] += block[i, j]
-
-
-@kernel(inner=True)
-def step_in_logs(alpha, T, after, beta, scratch, mu, edges):
-    """One step back in log space: β, then μ of the position and, added to edges, of its edges."""
-    c = T.shape[0]
-    for i in range(c):
-        for j in range(c):
-            scratch[j] = T[i, j] + after[j]
-        beta[i] = log_sum_exp(scratch)
-    for i in range(c):
-        scratch[i] = alpha[i] + beta[i]
-    a = log_sum_exp(scratch)
-    for i in range(c):
-        mu[i] = math.exp(alpha[i] + beta[i] - a)
-        for j in range(c):
-            edges[i, j] += math.exp(alpha[i] + T[i, j] + after[j] - a)
+                block[i, j] = 0
+        for t in range(start, min(start + 64, steps), 2):
+            follows = 1 if t + 1 < steps else 0
+            for i in range(c):
+                p0, p1 = P[t, i], P[t + follows, i] * follows
+                for j in range(c):
+                    block[i, j] += p0 * R[t, j] + p1 * R[t + follows, j]
+        for i in range(c):
+            for j in range(c):
+                out[i, j] += block[i, j] * E[i, j]
 
 
 @kernel
 def gradients(low, high, U, TT, lengths, out, MU, MT):
-    """A and its gradient for the items low..high.
+    """A and its gradient for the items low..high; A is NaN where log space is needed.
 
-    Marginals are normalised at every position, so that rounding does not pile up along a chain.
+    MU and MT come in as zeros. Marginals are normalised at every position, so that rounding does
+    not pile up along a chain.
     """
     n, c = U.shape[1:]
     steps = MT.shape[1]
     alpha, beta, after = np.empty((n, c)), np.empty(c), np.empty(c)
-    scratch, zero = np.empty(c), np.empty(c)
-    E, peaks = np.empty((max(1, steps), c, c), U.dtype), np.empty(max(1, steps))
-    P, R, total = np.empty((n, c), U.dtype), np.empty((n, c), U.dtype), np.empty(c, U.dtype)
-    block, summed, steep = np.empty((c, c), U.dtype), np.empty((c, c)), np.empty((c, c))
+    E, peaks = np.empty((max(1, steps), c, c), U.dtype), np.empty((max(1, steps), 2))
+    P, R = np.empty((n, c), U.dtype), np.empty((n, c), U.dtype)
+    total, spare, block = np.empty(c, U.dtype), np.empty(c, U.dtype), np.empty((c, c), U.dtype)
     for b in range(low, high):
         u, T, length = U[b], TT[b if TT.shape[0] > 1 else 0], lengths[b]
-        out[b] = forward(u, T, length, alpha, P, E, peaks, total, scratch, True)
-        if out[b] == -INF:
-            length = 0
-        fill(MU[b, length:], 0)
-        for t in range(max(0, length - 1) if steps > 1 else 0, steps):
-            fill(MT[b, t], 0)
-        if length == 0:
+        out[b] = forward(u, T, length, alpha, P, E, peaks, total, spare, True)
+        if not out[b] > -INF:
             continue
-        fill(steep, 0)
-        for j in range(c):
-            beta[j] = zero[j] = 0.0
-            total[j] = 1
+        for i in range(c):
+            beta[i] = 0.0
+            total[i] = 1
+            if steps == 1 and length > 1:  # rows of the transpose are summed without reductions
+                for j in range(c):
+                    block[j, i] = E[0, i, j]
         weigh(P[length - 1], total, MU[b, length - 1])
         for t in range(length - 2, -1, -1):
-            step = 0 if T.shape[0] == 1 else t
             for j in range(c):
                 after[j] = u[t + 1, j] + beta[j]
-            m = relative(after, R[t])
-            sums_from(E[step], R[t], total)
-            if all_safe(total) and weigh(P[t], total, MU[b, t]) >= TINY:
-                logs(total, m + peaks[step], zero, beta)
-                if steps > 1:
-                    outer(P[t], E[t], R[t], MT[b, t])
+                spare[j] = 0
+            m, depth = relative(after, R[t])
+            if steps == 1:
+                sums_into(R[t], block, total)
             else:
-                fill(P[t : t + 1], 0)
-                if steps > 1:
-                    fill(MT[b, t], 0)
-                    step_in_logs(alpha[t], T[step], after, beta, scratch, MU[b, t], MT[b, t])
-                else:
-                    step_in_logs(alpha[t], T[step], after, beta, scratch, MU[b, t], steep)
-        if out[b] != out[b]:
-            fill(MU[b, :length], np.nan)
+                sums_from(E[t], R[t], total)
+            slot = t if steps > 1 else 0
+            right = logs(total, depth + peaks[slot, 1], m + peaks[slot, 0], spare, beta)
+            if not (right and weigh(P[t], total, MU[b, t]) >= TINY):
+                out[b] = np.nan
+                break
+            if steps > 1:
+                outer(P[t], E[t], R[t], MT[b, t])
         if steps == 1 and length > 1:
-            sum_of_outer(P, R, length - 1, block, summed)
-            for i in range(c):
+            sum_of_outer(P, R, length - 1, E[0], block, MT[b, 0])
+
+
+@kernel(inner=True)
+def log_sum_exp(x):
+    """log Σ exp x, exact with −inf and NaN."""
+    m = -INF
+    for i in range(x.shape[0]):
+        m = x[i] if x[i] > m else m
+    m = m if m > -INF else 0.0
+    total = 0.0
+    for i in range(x.shape[0]):
+        total += math.exp(x[i] - m)
+    return m + math.log(total)
+
+
+@kernel
+def gradients_in_logs(items, U, TT, lengths, out, MU, MT):
+    """The same for some items, term by term in log space: for any spread, and NaN stays NaN."""
+    n, c = U.shape[1:]
+    alpha, beta, after, scratch = np.empty((n, c)), np.empty(c), np.empty(c), np.empty(c)
+    for b in items:
+        u, T, length = U[b], TT[b if TT.shape[0] > 1 else 0], lengths[b]
+        MU[b] = 0
+        MT[b] = 0
+        alpha[0] = u[0]
+        for t in range(1, length):
+            for j in range(c):
+                for i in range(c):
+                    scratch[i] = alpha[t - 1, i] + T[0 if T.shape[0] == 1 else t - 1, i, j]
+                alpha[t, j] = u[t, j] + log_sum_exp(scratch)
+        out[b] = log_sum_exp(alpha[length - 1])
+        if out[b] == -INF:
+            continue
+        beta[:] = 0.0
+        for t in range(length - 1, -1, -1):
+            step = 0 if T.shape[0] == 1 else t
+            if t < length - 1:
                 for j in range(c):
-                    MT[b, 0, i, j] = summed[i, j] * E[0, i, j] + steep[i, j]
+                    after[j] = u[t + 1, j] + beta[j]
+                for i in range(c):
+                    for j in range(c):
+                        scratch[j] = T[step, i, j] + after[j]
+                    beta[i] = log_sum_exp(scratch)
+            for i in range(c):
+                scratch[i] = alpha[t, i] + beta[i]
+            a = log_sum_exp(scratch)
+            for i in range(c):
+                MU[b, t, i] = math.exp(alpha[t, i] + beta[i] - a)
+                for j in range(c if t < length - 1 else 0):
+                    edge = math.exp(alpha[t, i] + T[step, i, j] + after[j] - a)
+                    MT[b, t if MT.shape[1] > 1 else 0, i, j] += edge
 
 
 @kernel
@@ -275,38 +280,48 @@ def products(low, high, U, TT, lengths, VU, VT, WU, WT):
     """Hessian-vector products: the derivative of the marginals in direction (VU, VT).
 
     α̇ₜ(j) = u̇ₜ(j) + Σᵢ P(i | j)(α̇ₜ₋₁(i) + Ṫ(i, j)) and likewise β̇;
-    μ̇ = μ·(α̇ + β̇ − Ȧ), and for an edge μ·(α̇(i) + Ṫ(i, j) + u̇(j) + β̇(j) − Ȧ).
+    μ̇ = μ·(α̇ + β̇ − Ȧ), and for an edge μ·(α̇(i) + Ṫ(i, j) + u̇(j) + β̇(j) − Ȧ). Only differences
+    between tags matter, so α̇ and β̇ are centred at every step and stay small on long chains.
     """
     n, c = U.shape[1:]
     steps = WT.shape[1]
     alpha, d_alpha = np.empty((n, c)), np.empty((n, c))
     beta, d_beta, d_after = np.empty(c), np.empty(c), np.empty(c)
     scratch, after, mu = np.empty(c), np.empty(c), np.empty(c)
-    E, peaks = np.empty((max(1, steps), c, c), U.dtype), np.empty(max(1, steps))
-    P, p, total = np.empty((n, c), U.dtype), np.empty(c, U.dtype), np.empty(c, U.dtype)
-    q = np.empty((c, c), U.dtype)
+    E = np.empty((max(1, steps), c, c), U.dtype)
+    p, total, spare = np.empty(c, U.dtype), np.empty(c, U.dtype), np.empty(c, U.dtype)
+    q, peaks = np.empty((c, c), U.dtype), np.empty(max(1, steps))
+    edge, summed = np.empty((c, c)), np.empty((c, c))
     for b in range(low, high):
         u, T, length = U[b], TT[b if TT.shape[0] > 1 else 0], lengths[b]
         du, dT = VU[b], VT[b if VT.shape[0] > 1 else 0]
-        a = forward(u, T, length, alpha, P, E, peaks, total, scratch, True)
-        if a == -INF:
-            continue
+        alpha[0] = u[0]
         d_alpha[0] = du[0]
         for t in range(1, length):
             step = 0 if T.shape[0] == 1 else t - 1
-            incoming(alpha[t - 1], P[t - 1], T[step], E[step], total, scratch, q)
+            if t == 1 or step > 0:
+                peaks[step], _ = exponentials(T[step], E[step], total, spare)
+            m, _ = relative(alpha[t - 1], p)
+            incoming(
+                alpha[t - 1], p, m + peaks[step], T[step], E[step], total, scratch, alpha[t], q
+            )
+            alpha[t] += u[t]
             d_alpha[t] = du[t]
             for i in range(c):
                 for j in range(c):
                     d_alpha[t, j] += q[i, j] * (d_alpha[t - 1, i] + dT[step, i, j])
+            center(d_alpha[t])
+        if log_sum_exp(alpha[length - 1]) == -INF:
+            continue
         beta[:] = 0.0
         d_beta[:] = 0.0
+        summed[:] = 0.0
         for t in range(length - 1, -1, -1):
             if t < length - 1:
                 step = 0 if T.shape[0] == 1 else t
                 for j in range(c):
                     after[j] = u[t + 1, j] + beta[j]
-                m = relative(after, p)
+                m, _ = relative(after, p)
                 outgoing(after, p, m + peaks[step], T[step], E[step], total, scratch, beta, q)
                 for j in range(c):
                     d_after[j] = du[t + 1, j] + d_beta[j]
@@ -325,28 +340,46 @@ def products(low, high, U, TT, lengths, VU, VT, WU, WT):
             for i in range(c):
                 WU[b, t, i] = mu[i] * (d_alpha[t, i] + d_beta[i] - mean)
             if t < length - 1:
-                target = WT[b, t if steps > 1 else 0]
                 for i in range(c):
                     for j in range(c):
                         change = d_alpha[t, i] + dT[step, i, j] + d_after[j] - mean
-                        target[i, j] += mu[i] * q[i, j] * change
+                        edge[i, j] = mu[i] * q[i, j] * change
+                if steps == 1:
+                    summed += edge
+                else:
+                    WT[b, t] = edge
+            center(d_beta)
+        if steps == 1:
+            WT[b, 0] = summed
 
 
 @kernel(inner=True)
-def incoming(alpha, p, T, E, total, scratch, q):
-    """q_ij = P(i | j) ∝ exp(α_i + T_ij); zeros if j cannot be reached."""
+def center(x):
+    """Subtracts the mean."""
+    mean = 0.0
+    for i in range(x.shape[0]):
+        mean += x[i]
+    for i in range(x.shape[0]):
+        x[i] -= mean / x.shape[0]
+
+
+@kernel(inner=True)
+def incoming(alpha, p, shift, T, E, total, scratch, new, q):
+    """new_j = log Σ_i exp(α_i + T_ij) and q_ij = P(i | j); zeros if j cannot be reached."""
     c = E.shape[0]
     sums_into(p, E, total)
     for i in range(c):
         for j in range(c):
             q[i, j] = p[i] * E[i, j] / total[j]
     for j in range(c):
-        if not total[j] >= TINY:
+        if total[j] >= TINY:
+            new[j] = shift + math.log(total[j])
+        else:
             for i in range(c):
                 scratch[i] = alpha[i] + T[i, j]
-            a = log_sum_exp(scratch)
+            new[j] = log_sum_exp(scratch)
             for i in range(c):
-                q[i, j] = math.exp(scratch[i] - a) if a != -INF else 0.0
+                q[i, j] = math.exp(scratch[i] - new[j]) if new[j] != -INF else 0.0
 
 
 @kernel(inner=True)
@@ -475,17 +508,35 @@ def value(unary: Tensor, transition: Tensor, lengths: Tensor) -> Tensor:
     out = unary.new_empty(len(unary))
     inputs, a = _inputs(unary, transition, lengths), out.numpy()
     run_chunks(lambda i, j: values(i, j, *inputs, a), len(unary), _work(unary))
+    if np.isnan(a).any():
+        mu, edges = (unary.new_empty(t.shape).numpy() for t in (unary, transition))
+        _finish_in_logs(np.flatnonzero(np.isnan(a)), inputs, (a, mu, edges))
     return out
 
 
 def gradient(unary: Tensor, transition: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A and its gradient in the unary and the transition scores (per item)."""
-    out, mu = unary.new_empty(len(unary)), unary.new_empty(unary.shape)
-    edges = unary.new_empty(transition.shape)
     inputs = _inputs(unary, transition, lengths)
-    outputs = (out.numpy(), mu.numpy(), edges.numpy())
+    u, _, sizes = inputs
+    # the kernel writes no padding; numpy's zeros, unlike torch's, wake no other threads
+    new = np.empty if transition.shape[1] > 1 and (sizes == u.shape[1]).all() else np.zeros
+    outputs = (np.empty(len(u), u.dtype), new(u.shape, u.dtype), new(transition.shape, u.dtype))
     run_chunks(lambda i, j: gradients(i, j, *inputs, *outputs), len(unary), 2 * _work(unary))
-    return out, mu, edges
+    left = ~(outputs[0] > -np.inf)
+    if left.any():
+        _finish_in_logs(np.flatnonzero(left), inputs, outputs)
+    a, mu, edges = (torch.from_numpy(x) for x in outputs)
+    return a, mu, edges
+
+
+def _finish_in_logs(
+    items: NDArray, inputs: tuple[NDArray, ...], outputs: tuple[NDArray, ...]
+) -> None:
+    def task(low: int, high: int) -> None:
+        gradients_in_logs(items[low:high], *inputs, *outputs)
+
+    n, c = inputs[0].shape[1:]
+    run_chunks(task, len(items), 10 * n * c * c)
 
 
 def hvp(

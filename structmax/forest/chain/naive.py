@@ -24,7 +24,7 @@ def value(
     inside = position < lengths[:, None]  # (B, n)
     u = torch.where(inside[..., None], unary, 0.0).double()
     edges = transition.double()
-    if steps != 1:
+    if steps == n - 1:
         edges = torch.where(inside[:, 1:, None, None], transition, 0.0).double()
     alpha = u[:, 0]
     for t in range(1, n):

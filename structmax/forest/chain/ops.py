@@ -8,6 +8,7 @@ Scores: ``unary (*batch, n, c)`` and ``transition (*batch, s, c, c)``, s ∈ {1,
 from __future__ import annotations
 
 import importlib
+import math
 from types import ModuleType
 
 import torch
@@ -38,7 +39,11 @@ def _engine(unary: Tensor) -> ModuleType:
 
 
 def _scaled(tensors: Tensors, gamma: float) -> list[Tensor]:
-    return list(tensors) if gamma == 1.0 else [t / gamma for t in tensors]
+    """θ/γ; in float64 where the division rounds, which would blur scores that lie far from 0."""
+    if gamma == 1.0:
+        return list(tensors)
+    exact = math.frexp(gamma)[0] == 0.5  # a power of two
+    return [(t if exact else t.double()) / gamma for t in tensors]
 
 
 def _naive(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
@@ -48,21 +53,25 @@ def _naive(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tenso
 def _value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
     gamma = omega[1]
     value = _engine(scores[0]).value(*_scaled(scores, gamma), constants[0])
-    return value if gamma == 1.0 else gamma * value
+    return value if gamma == 1.0 else (gamma * value).to(scores[0].dtype)
 
 
 def _gradient(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> list[Tensor]:
     gamma = omega[1]
     value, *mu = _engine(scores[0]).gradient(*_scaled(scores, gamma), constants[0])
-    return [value if gamma == 1.0 else gamma * value, *mu]
+    if gamma == 1.0:
+        return [value, *mu]
+    return [t.to(scores[0].dtype) for t in (gamma * value, *mu)]
 
 
 def _hvp(
     scores: Tensors, directions: Tensors, constants: Tensors, key: str, omega: Omega
 ) -> list[Tensor]:
     gamma = omega[1]
-    w = _engine(scores[0]).hvp(*_scaled(scores, gamma), *directions, constants[0])
-    return _scaled(w, gamma)
+    theta = _scaled(scores, gamma)
+    v = [t.to(theta[0].dtype) for t in directions]
+    w = _engine(scores[0]).hvp(*theta, *v, constants[0])
+    return list(w) if gamma == 1.0 else [(t / gamma).to(scores[0].dtype) for t in w]
 
 
 chain = Primitive("chain", (2, 3), (0,), _value, _gradient, _hvp, _naive, _backend)

@@ -1,0 +1,251 @@
+"""Threads, forks, spawned processes and DataLoader workers."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from table import diamond
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+import structmax as sx
+from structmax.forest import topology
+from structmax.structures.choice import choice  # noqa: F401 (registers the family)
+
+OMEGAS = [sx.Shannon(), sx.Gini(), sx.Hard()]
+
+
+def chain(seed: int, omega: sx.Smoothing | None = None, items: int = 24) -> sx.LinearChain:
+    """Large enough for the kernels to go to the pool."""
+    random = torch.Generator().manual_seed(seed)
+    return sx.LinearChain(
+        torch.randn(items, 20, 9, generator=random),
+        torch.randn(9, 9, generator=random),
+        lengths=torch.randint(1, 21, (items,), generator=random),
+        smoothing=omega,
+    )
+
+
+def answers(seed: int, omega: sx.Smoothing | None = None) -> list[Tensor]:
+    s = chain(seed, omega)
+    unary = s.unary.clone().requires_grad_()
+    live = sx.LinearChain(unary, s.transition, lengths=s.lengths, smoothing=omega)
+    (g,) = torch.autograd.grad((live.marginals() ** 2).sum() + live.log_partition().sum(), unary)
+    random = torch.Generator().manual_seed(seed)
+    best = s.topk(2)
+    return [
+        s.log_partition(), s.marginals(), g, s.argmax(), best.scores, best.structures,
+        s.max_marginals(), s.sample((2,), generator=random),
+    ]  # fmt: skip
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+# -- threads -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("omega", OMEGAS, ids=str)
+def test_eight_threads(omega: sx.Smoothing, threads) -> None:
+    expected = [answers(seed, omega) for seed in range(8)]
+    barrier = threading.Barrier(8)
+
+    def work(seed: int) -> bool:
+        barrier.wait()
+        return all(same(answers(seed, omega), expected[seed]) for _ in range(3))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+def test_threads_share_one_structure(threads) -> None:
+    s, expected = chain(0), chain(0).marginals()
+    with ThreadPoolExecutor(8) as pool:
+        for found in pool.map(lambda _: s.marginals(), range(64)):
+            assert torch.equal(found, expected)
+
+
+def test_threads_with_their_own_counts(threads) -> None:
+    """Threads that ask for other numbers of threads make and drop pools under each other."""
+    expected = answers(1)
+
+    def work(count: int) -> bool:
+        torch.set_num_threads(count)
+        return all(same(answers(1), expected) for _ in range(4))
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(work, [1, 2, 3, 4, 2, 5]))
+
+
+def test_set_num_threads(threads) -> None:
+    expected = answers(2)
+    for count in (1, 3, 2, 8, 1):
+        threads(count)
+        assert same(answers(2), expected)
+        assert torch.get_num_threads() == count, "the kernels changed torch's thread count"
+
+
+def test_user_forests_in_threads(threads) -> None:
+    """Forests that are made, used and dropped in many threads at once."""
+    scores = torch.randn(40, 12, generator=torch.Generator().manual_seed(0))
+    expected = sx.Hyperpath(diamond(), scores).marginals()
+
+    def work(_: int) -> bool:
+        leaf = scores.clone().requires_grad_()
+        mu = sx.Hyperpath(diamond(), leaf).marginals()
+        gc.collect(0)
+        (g,) = torch.autograd.grad((mu**2).sum(), leaf)
+        return torch.equal(mu.detach(), expected) and bool(g.isfinite().all())
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(40)))
+
+
+# -- the cache of forests ------------------------------------------------------------------------
+
+
+def cached_edges() -> int:
+    return sum(forest.num_edges for forest in topology._cache.values())
+
+
+def test_cache_is_bounded(monkeypatch) -> None:
+    monkeypatch.setattr(topology, "MAX_CACHED_EDGES", 500)
+    for n in range(1, 60):
+        topology.lookup(topology.name_of("choice", [n]))
+        assert cached_edges() <= 500 or len(topology._cache) == 1
+    big = topology.lookup(topology.name_of("choice", [5000]))  # larger than the cache itself
+    assert big.num_edges == 5000 and len(topology._cache) == 1
+    assert topology.lookup("choice:7").num_edges == 7
+
+
+def test_cache_keeps_what_is_used(monkeypatch) -> None:
+    monkeypatch.setattr(topology, "MAX_CACHED_EDGES", 100)
+    kept = topology.lookup("choice:40")
+    for n in range(1, 20):
+        topology.lookup(topology.name_of("choice", [n]))
+        assert topology.lookup("choice:40") is kept
+
+
+def test_eviction_between_forward_and_backward(monkeypatch) -> None:
+    expected = answers(3, sx.Gini())
+    monkeypatch.setattr(topology, "MAX_CACHED_EDGES", 10)
+    s = chain(3, sx.Gini())
+    unary = s.unary.clone().requires_grad_()
+    live = sx.LinearChain(unary, s.transition, lengths=s.lengths, smoothing=sx.Gini())
+    out = (live.marginals() ** 2).sum() + live.log_partition().sum()
+    topology.lookup("choice:50")
+    (g,) = torch.autograd.grad(out, unary)
+    assert torch.equal(g, expected[2])
+
+
+def test_cache_in_threads(monkeypatch, threads) -> None:
+    """Eight threads that evict each other's forests."""
+    monkeypatch.setattr(topology, "MAX_CACHED_EDGES", 300)
+
+    def work(seed: int) -> bool:
+        for n in torch.randint(1, 60, (60,), generator=torch.Generator().manual_seed(seed)):
+            scores = torch.zeros(3, int(n), dtype=torch.float64)
+            value = sx.Choice(scores).log_partition()
+            if not torch.allclose(value, torch.tensor(float(n), dtype=torch.float64).log()):
+                return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+    assert cached_edges() <= 300 or len(topology._cache) == 1
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+
+def test_fork_after_the_pool_was_used(threads) -> None:
+    expected = answers(4)  # starts the pool
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:  # in the child: no pytest, no exceptions past this line
+        code = 1
+        try:
+            torch.set_num_threads(2)
+            code = 0 if same(answers(4), expected) else 2
+        finally:
+            os.write(write, bytes([code]))
+            os._exit(code)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        code = pipe.read(1)
+    os.waitpid(child, 0)
+    assert code == b"\0", "the forked process failed, or gave other numbers"
+    assert same(answers(4), expected)
+
+
+def work_in_process(seed: int) -> list:
+    torch.set_num_threads(2)
+    return [t.tolist() for t in answers(seed)[:4]]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_process(method: str, threads) -> None:
+    expected = [t.tolist() for t in answers(5)[:4]]
+    with multiprocessing.get_context(method).Pool(2) as pool:
+        for found in pool.map(work_in_process, [5, 5]):
+            assert found == expected
+
+
+def forward_in_process(s: sx.Structure, queue) -> None:
+    queue.put([s.marginals().tolist(), s.log_partition().tolist()])
+
+
+def test_structures_travel() -> None:
+    """A structure over a user's forest, pickled to another process, has its forest with it."""
+    s = sx.Hyperpath(diamond(), torch.randn(3, 12, dtype=torch.float64))
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=forward_in_process, args=(s, queue))
+    process.start()
+    found = queue.get(timeout=120)
+    process.join()
+    assert found == [s.marginals().tolist(), s.log_partition().tolist()]
+
+
+class Marginals(Dataset):
+    """Computes marginals where a worker loads an item."""
+
+    def __init__(self, omega: sx.Smoothing) -> None:
+        self.omega, self.forest = omega, diamond()
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        s = chain(i, self.omega, items=4)
+        random = torch.Generator().manual_seed(i)
+        h = sx.Hyperpath(self.forest, torch.randn(12, generator=random), smoothing=self.omega)
+        return s.marginals(), h.marginals()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_dataloader(method: str, threads) -> None:
+    data = Marginals(sx.Gini())
+    expected = [data[i] for i in range(6)]  # the pool is in use before the workers start
+    chain(0).marginals()
+    loader = DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context=method)
+    for epoch in range(2):
+        for b, (mu, nu) in enumerate(loader):
+            for i in range(2):
+                assert torch.equal(mu[i], expected[2 * b + i][0]), epoch
+                assert torch.equal(nu[i], expected[2 * b + i][1]), epoch

@@ -1,0 +1,491 @@
+"""The compiled CPU kernels against the definition, on random forests and random chains.
+
+Every property runs on a few examples in the normal suite and on ten thousand in the slow one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import structmax as sx
+from structmax.forest import ops
+from structmax.forest.chain import ops as dense
+from structmax.structures.dynamic import DynamicStructure
+
+f32, f64 = torch.float32, torch.float64
+SMOOTHINGS = [
+    sx.Hard(),
+    sx.Shannon(),
+    sx.Shannon(0.3),
+    sx.Gini(),
+    sx.Gini(4.0),
+    sx.Tsallis(1.5),
+    sx.Tsallis(1.3, 2.0),
+]
+CASES = pytest.mark.parametrize("cases", [50, pytest.param(10_000, marks=pytest.mark.slow)])
+
+
+def for_all(cases: int, check: Callable[..., None], **strategies: st.SearchStrategy) -> None:
+    """Runs a property on that many examples; a failure is shrunk and shown."""
+    settings(
+        max_examples=cases,
+        deadline=None,
+        database=None,
+        derandomize=cases < 1000,
+        suppress_health_check=list(HealthCheck),
+    )(given(**strategies)(check))()
+
+
+@dataclass
+class Scores:
+    """How to draw scores: their scale, ties, a shift, forbidden parts, the dtype."""
+
+    seed: int
+    spread: float
+    ties: bool
+    shift: float
+    forbidden: float
+    dtype: torch.dtype
+
+    def draw(self, *shape: int, shifted: bool = True) -> Tensor:
+        random = torch.Generator().manual_seed(self.seed)
+        self.seed += 1
+        x = torch.randn(shape, generator=random, dtype=f64) * self.spread
+        if self.ties:
+            x = (x / self.spread).round() * self.spread
+        if self.dtype == f32:
+            x = (x * 64).round() / 64  # exact in float32 after the shift
+            x = x + self.shift * shifted
+        x = torch.where(torch.rand(shape, generator=random) < self.forbidden, -math.inf, x)
+        return x.to(self.dtype)
+
+
+scores_like = st.builds(
+    Scores,
+    seed=st.integers(0, 2**31),
+    spread=st.sampled_from([1e-3, 1.0, 30.0, 1e3]),
+    ties=st.booleans(),
+    shift=st.sampled_from([0.0, 1e4, -1e4]),
+    forbidden=st.sampled_from([0.0, 0.1, 0.4]),
+    dtype=st.sampled_from([f64, f32]),
+)
+omegas = st.sampled_from(SMOOTHINGS)
+
+
+def close(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Within rounding of the largest entry; −inf and NaN at the same places."""
+    limit = 1e-7 if expected.dtype == f64 else 4e-5
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype, what
+    for special in (torch.isnan, torch.isneginf, torch.isposinf):
+        assert torch.equal(special(actual), special(expected)), f"{what}: {actual} for {expected}"
+    finite = expected.isfinite()
+    if not bool(finite.any()):
+        return
+    a, b = actual[finite].double(), expected[finite].double()
+    gap, scale = (a - b).abs().max().item(), 1 + b.abs().max().item()
+    assert gap <= limit * scale, f"{what}: off by {gap} at scale {scale}"
+
+
+def naively(call: Callable[[], object]):
+    with sx.backend("naive"):
+        return call()
+
+
+# -- forests -------------------------------------------------------------------------------------
+
+
+def random_forest(seed: int, nodes: int) -> sx.Forest:
+    """Leaves, edges of 0, 1 or 2 tails (sometimes one node twice), shared and idle parts."""
+    random = np.random.default_rng(seed)
+    parts = int(random.integers(1, 9))
+    draw = sx.ForestBuilder()
+    for v in range(nodes):
+        draw.node(int(random.integers(-1, parts)))
+        for _ in range(int(random.integers(0, 5))):
+            tails = random.integers(max(0, v - 5), v, int(random.integers(0, 3))) if v else []
+            draw.edge(v, *[int(t) for t in tails], part=int(random.integers(-1, parts)))
+    return draw.build(parts + int(random.integers(0, 3)))
+
+
+forests = st.builds(random_forest, st.integers(0, 2**31), st.integers(1, 10))
+
+
+def forest_batch(forest: sx.Forest, like: Scores, items: int = 5) -> tuple[Tensor, Tensor]:
+    goal = torch.from_numpy(np.random.default_rng(like.seed).integers(forest.num_nodes, size=items))
+    return like.draw(items, forest.num_parts), goal
+
+
+def check_forest(forest: sx.Forest, like: Scores, omega: sx.Smoothing) -> None:
+    theta, goal = forest_batch(forest, like)
+    direction = torch.randn(theta.shape, dtype=theta.dtype, generator=torch.Generator())
+    args = [goal], forest.key, list(omega.code)
+
+    def run():
+        a, mu = ops.forest.gradient_op([theta], *args)
+        return (
+            ops.forest.value_op([theta], *args),
+            a,
+            mu,
+            ops.forest.hvp_op([theta], [direction], *args)[0],
+        )
+
+    (a, again, mu, w), (a0, _, mu0, w0) = run(), naively(run)
+    close(a, a0, "value")
+    assert torch.equal(a, again), "value and gradient ops disagree about the value"
+    if isinstance(omega, sx.Hard):  # ties are legal: compare by score
+        assert bool((mu == mu.round()).all())
+        total = torch.where(mu != 0, theta, 0.0).double() * mu
+        reached = a > -math.inf
+        close(total.sum(-1)[reached].to(a.dtype), a[reached], "score of the hard gradient")
+        assert not bool(w.any()), "hard max has curvature"
+    else:
+        close(mu, mu0, "gradient")
+    # integer scores stand on the kinks of sparse smoothings, where the curvature jumps
+    if isinstance(omega, sx.Shannon) or not (like.ties or like.dtype == f32):
+        close(w, w0, "Hessian-vector product")
+    assert not bool(mu[a == -math.inf].any()) and not bool(w[a == -math.inf].any())
+
+
+@CASES
+def test_forest_smooth(cases: int) -> None:
+    for_all(cases, check_forest, forest=forests, like=scores_like, omega=omegas)
+
+
+def check_forest_discrete(forest: sx.Forest, like: Scores, k: int) -> None:
+    theta, goal = forest_batch(forest, like)
+    width = forest.num_parts
+
+    def run():
+        return (
+            *ops.argmax(theta, goal, forest.key, width),
+            *ops.kbest(theta, goal, forest.key, k, width),
+            ops.max_marginals(theta, goal, forest.key, width),
+        )
+
+    def score(z: Tensor) -> Tensor:
+        return torch.where(z > 0, theta if z.dim() == 2 else theta[:, None], 0.0).double() * z
+
+    (a, z, best, zs, m), (a0, z0, best0, _, m0) = run(), naively(run)
+    close(a, a0, "best score")
+    reached = a > -math.inf
+    assert bool(z[~reached].isnan().all()) and bool(z0[~reached].isnan().all())
+    close(score(z).sum(-1)[reached].to(a.dtype), a[reached], "score of argmax")
+    close(score(z0).sum(-1)[reached].to(a.dtype), a[reached], "score of the naive argmax")
+    close(best, best0, "scores of the k best")
+    close(best[:, 0], a, "the best of the k best")
+    exists = best > -math.inf
+    close(score(zs).sum(-1)[exists].to(a.dtype), best[exists], "k best by their parts")
+    close(m, m0, "max-marginals")
+    used = torch.where(reached[:, None] & (z > 0), m, a[:, None])
+    close(used, a[:, None].expand_as(used), "max-marginals of the parts of argmax")
+
+
+@CASES
+def test_forest_discrete(cases: int) -> None:
+    for_all(cases, check_forest_discrete, forest=forests, like=scores_like, k=st.integers(1, 7))
+
+
+def check_forest_sample(forest: sx.Forest, like: Scores, omega: sx.Smoothing) -> None:
+    if int(forest.derivation_size.max()) > 200:
+        return
+    like.ties = False
+    theta, goal = forest_batch(forest, like)
+    longest = int(forest.derivation_size.max())
+    uniform = torch.rand(3, len(theta), longest, dtype=f64, generator=torch.Generator())
+
+    def run():
+        code = list(omega.code)
+        return ops.sample(theta, goal, uniform, forest.key, code, forest.num_parts)
+
+    z, z0 = run(), naively(run)
+    if not isinstance(omega, sx.Hard):  # ties among equal sums may be broken either way
+        torch.testing.assert_close(z, z0, equal_nan=True, rtol=0, atol=0)
+    args = [theta], [goal], forest.key, list(omega.code)
+    a, mu = ops.forest.gradient_op(*args)
+    assert bool(z[:, a == -math.inf].isnan().all())
+    good = a > -math.inf
+    assert not bool((z[:, good] > 0)[(mu[good] == 0).expand(3, -1, -1)].any()), "outside support"
+
+
+@CASES
+def test_forest_sample(cases: int) -> None:
+    for_all(cases, check_forest_sample, forest=forests, like=scores_like, omega=omegas)
+
+
+def check_forest_nan(forest: sx.Forest, like: Scores, omega: sx.Smoothing) -> None:
+    """A NaN that a derivation can meet shows in every answer about that item, and only there."""
+    like.forbidden = 0.0
+    theta, goal = forest_batch(forest, like)
+    key, width, code = forest.key, forest.num_parts, list(omega.code)
+    clean = ops.forest.gradient_op([theta], [goal], key, code)
+    reachable = ops.max_marginals(torch.zeros_like(theta), goal, key, width) > -math.inf
+    bad = theta.clone()
+    part = np.random.default_rng(like.seed).integers(width)
+    bad[1, part] = bad[3, part] = math.nan
+    hit = reachable[:, part] & torch.tensor([False, True, False, True, False])
+    direction = torch.ones_like(theta)
+    uniform = torch.rand(2, len(theta), int(forest.derivation_size.max()), dtype=f64)
+    a, mu = ops.forest.gradient_op([bad], [goal], key, code)
+    (w,) = ops.forest.hvp_op([bad], [direction], [goal], key, code)
+    best, z = ops.argmax(bad, goal, key, width)
+    scores, zs = ops.kbest(bad, goal, key, 3, width)
+    m = ops.max_marginals(bad, goal, key, width)
+    draws = ops.sample(bad, goal, uniform, key, code, width)
+    for name in ("cpu", "naive"):
+        with sx.backend(name):
+            value = ops.forest.value_op([bad], [goal], key, code)
+            assert torch.equal(value.isnan(), hit), f"{name} value"
+    assert torch.equal(a.isnan(), hit) and torch.equal(best.isnan(), hit)
+    assert bool(mu[hit][reachable[hit]].isnan().all()), "gradient"
+    assert bool(z[hit].isnan().all()) and bool(draws[:, hit].isnan().all())
+    assert bool(scores[hit][:, 0].isnan().all()), "k-best gives a plausible score"
+    assert not bool((scores[hit] > -math.inf).any()), "k-best gives a plausible score"
+    assert bool(m[hit, part].isnan().all()), "max-marginal of the NaN part"
+    assert torch.equal(a[~hit], clean[0][~hit]) and torch.equal(mu[~hit], clean[1][~hit])
+    assert not bool(w[~hit].isnan().any()) and not bool(z[~hit].isnan().any())
+    assert not bool(scores[~hit].isnan().any()) and not bool(m[~hit].isnan().any())
+
+
+@CASES
+def test_forest_nan(cases: int) -> None:
+    for_all(cases, check_forest_nan, forest=forests, like=scores_like, omega=omegas)
+
+
+# -- chains --------------------------------------------------------------------------------------
+
+
+def random_chain(
+    like: Scores, n: int, c: int, items: int, form: str, ragged: bool, ends: bool = False
+) -> dict[str, Tensor | None]:
+    """Arguments of a LinearChain; where ragged, no item is as long as the batch, padding is NaN."""
+    shape = {
+        "shared": (c, c),
+        "item": (items, c, c),
+        "step": (items, n - 1, c, c),
+        "expanded": (1, n - 1, c, c),
+    }[form]
+    unary, transition = like.draw(items, n, c), like.draw(*shape, shifted=False)
+    start = like.draw(c, shifted=False) if ends else None
+    end = like.draw(items, c, shifted=False) if ends else None
+    lengths = None
+    if ragged:
+        random = torch.Generator().manual_seed(like.seed)
+        lengths = torch.randint(1, max(2, n), (items,), generator=random)
+        outside = torch.arange(n) >= lengths[:, None]
+        unary = torch.where(outside[..., None], math.nan, unary)
+        if form == "step":
+            transition = torch.where(outside[:, 1:, None, None], math.nan, transition)
+    return {
+        "unary": unary,
+        "transition": transition,
+        "start": start,
+        "end": end,
+        "lengths": lengths,
+    }
+
+
+chains = {
+    "like": scores_like,
+    "n": st.integers(1, 7),
+    "c": st.integers(1, 5),
+    "items": st.integers(0, 4),
+    "form": st.sampled_from(["shared", "item", "step", "expanded"]),
+    "ragged": st.booleans(),
+}
+
+
+def check_chain(omega: sx.Smoothing, **how) -> None:
+    like = how["like"]
+    arguments = random_chain(**how, ends=like.seed % 2 == 0)
+    if like.dtype == f64 and like.spread == 1.0:
+        arguments["transition"] = arguments["transition"] * 50  # the fall-back to log space
+
+    def run():
+        chain = sx.LinearChain(**arguments, smoothing=omega, validate_args=False)
+        unary, transition = chain._parts()
+        random = torch.Generator().manual_seed(0)
+        v = [
+            torch.randn(t.shape, generator=random, dtype=f64).to(t.dtype)
+            for t in (unary, transition)
+        ]
+        args = [chain._lengths()], "", list(omega.code)
+        if not chain._is_gibbs:
+            return chain.log_partition(), *chain._value_and_gradient()[1]
+        value, *mu = dense.chain.gradient_op([unary, transition], *args)
+        assert torch.equal(value, dense.chain.value_op([unary, transition], *args))
+        w = dense.chain.hvp_op([unary, transition], v, *args)
+        return value, *mu, *w
+
+    ours, reference = run(), naively(run)
+    names = ["value", "unary marginals", "edge marginals", "unary product", "edge product"]
+    hard = isinstance(omega, sx.Hard) and (like.ties or like.dtype == f32)  # any of the best
+    for name, a, b in list(zip(names, ours, reference, strict=False))[: 1 if hard else None]:
+        close(a, b, name)
+    infeasible = ours[0] == -math.inf
+    assert not any(bool(t[infeasible].any()) for t in ours[1:])
+
+
+@CASES
+def test_chain_smooth(cases: int) -> None:
+    for_all(cases, check_chain, omega=omegas, **chains)
+
+
+def check_chain_discrete(k: int, **how) -> None:
+    arguments = random_chain(**how, ends=how["like"].seed % 2 == 0)
+
+    def run():
+        chain = sx.LinearChain(**arguments, validate_args=False)
+        return chain, chain.argmax(), chain.topk(k), chain.max_marginals()
+
+    chain, z, best, m = run()
+    _, z0, best0, m0 = naively(run)
+    good = chain.log_partition() > -math.inf
+    assert bool(z[~good].isnan().all()) and bool(z0[~good].isnan().all())
+    assert not bool(z[good].isnan().any())
+    score = chain.score(torch.where(good[:, None, None], z, chain.encode(0 * chain_tags(chain))))
+    close(score[good], best.scores[good, 0], "score of argmax")
+    close(best.scores, best0.scores, "scores of the k best")
+    assert torch.equal(best.exists, best0.exists)
+    close(m, m0, "max-marginals")
+    again = chain.score(z0[good]) if bool(good.all()) else best.scores[good, 0]
+    close(again, best.scores[good, 0], "score of the naive argmax")
+
+
+def chain_tags(chain: sx.LinearChain) -> Tensor:
+    return torch.zeros(*chain.batch_shape, chain.event_shape[0], dtype=torch.long)
+
+
+@CASES
+def test_chain_discrete(cases: int) -> None:
+    for_all(cases, check_chain_discrete, k=st.integers(1, 6), **chains)
+
+
+def check_dense_against_forest(gamma: float, **how) -> None:
+    """The dense kernels and the forest engine answer for the same graph."""
+    arguments = random_chain(**how, ends=True)
+    chain = sx.LinearChain(**arguments, smoothing=sx.Shannon(gamma), validate_args=False)
+    value, mu = chain._value_and_gradient()
+    value0, mu0 = DynamicStructure._value_and_gradient(chain)
+    close(value, value0, "value")
+    close(chain._value(), DynamicStructure._value(chain), "value alone")
+    for a, b in zip(mu, mu0, strict=True):
+        close(a, b, "gradient")
+    if bool((value > -math.inf).all()):
+        z = DynamicStructure.argmax(chain)
+        close(chain.score(chain.argmax()), chain.score(z), "argmax")
+
+
+@CASES
+def test_dense_against_forest(cases: int) -> None:
+    gammas = st.sampled_from([0.1, 1.0, 3.0])
+    for_all(cases, check_dense_against_forest, gamma=gammas, **chains)
+
+
+def check_chain_nan(where: int, omega: sx.Smoothing, **how) -> None:
+    """A NaN inside the length shows in every answer about that item, and in no other."""
+    how["items"], how["like"].forbidden = 3, 0.0
+    arguments = random_chain(**how)
+    clean = sx.LinearChain(**arguments, smoothing=omega, validate_args=False)
+    length = int(clean._lengths()[1])
+    unary = arguments["unary"].clone()
+    unary[1, where % length, where % how["c"]] = math.nan
+    arguments["unary"] = unary
+    chain = sx.LinearChain(**arguments, smoothing=omega, validate_args=False)
+    hit = torch.tensor([False, True, False])
+    inside = chain._inside()
+    assert torch.equal(chain.log_partition().isnan(), hit)
+    for query in ("marginals", "argmax", "sample"):
+        answer = getattr(chain, query)()
+        assert bool(answer[hit][inside[hit]].isnan().all()), query
+        assert not bool(answer[~hit].isnan().any()), query
+    assert torch.equal(chain.marginals()[~hit], clean.marginals()[~hit])
+    assert bool(chain.entropy()[hit].isnan().all()), "entropy"
+    assert not bool(chain.topk(2).exists[hit].any()), "topk"
+    assert bool(chain.topk(2).scores[hit, 0].isnan().all()), "topk"
+    assert bool(chain.max_marginals()[1, where % length, where % how["c"]].isnan()), "max_marginals"
+
+
+@CASES
+def test_chain_nan(cases: int) -> None:
+    for_all(cases, check_chain_nan, where=st.integers(0, 100), omega=omegas, **chains)
+
+
+# -- bits ----------------------------------------------------------------------------------------
+
+
+def queries(s: sx.Structure) -> list[Tensor]:
+    scores = next(iter(s._tensors().values()))[0].detach().requires_grad_()
+    live = s._rebuild(**{**{k: t for k, (t, _) in s._tensors().items()}, "unary": scores})
+    mu = live.marginals()
+    random = torch.Generator().manual_seed(0)
+    best = s.topk(3)
+    return [
+        s.log_partition(),
+        mu.detach(),
+        torch.autograd.grad((mu**2).sum(), scores)[0],
+        s.argmax(),
+        best.scores,
+        best.structures,
+        s.max_marginals(),
+        s.sample((2,), generator=random),
+    ]
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [f32, f64], ids=str)
+@pytest.mark.parametrize("omega", SMOOTHINGS, ids=str)
+def test_same_bits(omega: sx.Smoothing, dtype: torch.dtype, threads) -> None:
+    """Two runs, one thread or several, one item or the batch: the same bits."""
+    torch.manual_seed(0)
+    unary, transition = torch.randn(37, 17, 9, dtype=dtype), torch.randn(9, 9, dtype=dtype)
+    lengths = torch.randint(1, 18, (37,))
+
+    def make() -> sx.LinearChain:
+        return sx.LinearChain(unary, transition, lengths=lengths, smoothing=omega)
+
+    runs = []
+    for count in (2, 2, 1, 3):
+        threads(count)
+        runs.append(queries(make()))
+    for other in runs[1:]:
+        for a, b in zip(runs[0], other, strict=True):
+            assert torch.equal(a, b)
+    for i in (0, 21, 36):
+        assert torch.equal(make()[i].marginals(), runs[0][1][i])
+
+
+@pytest.mark.parametrize("omega", SMOOTHINGS, ids=str)
+def test_same_bits_beside_other_items(omega: sx.Smoothing) -> None:
+    """Items lie side by side in the forest kernels: how many there are must not show."""
+    random = torch.Generator().manual_seed(0)
+    for seed in range(10):
+        forest = random_forest(seed, 10)
+        theta, v = torch.randn(2, 37, forest.num_parts, dtype=f64, generator=random)
+        goal = torch.randint(forest.num_nodes, (37,), generator=random)
+        args = forest.key, list(omega.code)
+
+        def run(low: int, high: int, theta=theta, v=v, goal=goal, args=args) -> list[Tensor]:
+            part = [theta[low:high]], [goal[low:high]], *args
+            return ops.forest.gradient_op(*part) + ops.forest.hvp_op(
+                part[0], [v[low:high]], *part[1:]
+            )
+
+        whole = run(0, 37)
+        for low, high in ((0, 1), (1, 4), (4, 11), (11, 20), (20, 37)):
+            for a, b in zip(whole, run(low, high), strict=True):
+                assert torch.equal(a[low:high], b)
