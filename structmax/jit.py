@@ -262,3 +262,26 @@ def run_chunks(task: Callable[[int, int], None], items: int, work: int, grain: i
     for helper in helpers:
         if not helper.cancel():  # one that never started is not waited for
             helper.result()
+
+
+@kernel
+def _below_infinity(x: Any) -> bool:
+    bad = 0
+    for i in range(x.shape[0]):
+        bad |= 0 if x[i] < math.inf else 1
+    return bad == 0
+
+
+def all_below_infinity(tensor: torch.Tensor) -> bool:
+    """Whether no entry is NaN or +inf."""
+    flat = tensor.contiguous().view(-1).numpy()
+    parts = max(1, len(flat) >> 16)
+    bounds = [len(flat) * i // parts for i in range(parts + 1)]
+    good = [False] * parts
+
+    def task(low: int, high: int) -> None:
+        for i in range(low, high):
+            good[i] = _below_infinity(flat[bounds[i] : bounds[i + 1]])
+
+    run_chunks(task, parts, len(flat) // (8 * parts))
+    return all(good)

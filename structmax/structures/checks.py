@@ -78,7 +78,7 @@ def values(
     it): padding may hold anything.
     """
     scores = {name: (t.detach(), mask) for name, (t, mask) in scores.items() if t.numel()}
-    flags = [~(tensor.amax() < torch.inf) for tensor, _ in scores.values()]
+    flags = [_may_be_bad(tensor) for tensor, _ in scores.values()]
     if lengths is not None and lengths.numel():
         flags.append((lengths.amin() < 1) | (lengths.amax() > longest))
         out_of_range = (lengths < 1) | (lengths > longest)
@@ -100,6 +100,17 @@ def values(
                 f"{owner}: {name}{list(where)} is {tensor[where].item()}. Scores must be finite, "
                 "or -inf to forbid a part; look for an overflow or a NaN in what computes them."
             )
+
+
+def _may_be_bad(tensor: Tensor) -> Tensor:
+    """Whether there is a NaN or +inf anywhere, padding included."""
+    large = tensor.numel() >= 1 << 15
+    if large and tensor.device.type == "cpu" and tensor.dtype.itemsize >= 4:
+        # torch would use its own threads, which then spin for a while in the way of our kernels
+        from structmax.jit import all_below_infinity
+
+        return torch.tensor(not all_below_infinity(tensor))
+    return ~(tensor.amax() < torch.inf)
 
 
 def feasible(owner: str, query: str, value: Tensor) -> None:

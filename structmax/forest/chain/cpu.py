@@ -50,17 +50,24 @@ def exponentials(T, E, top, low):
 
 @kernel(inner=True)
 def relative(x, out):
-    """out = exp(x − m) in its dtype, m the largest of x (0 if all are −inf), least finite x − m."""
-    m, least = -INF, INF
-    for i in range(x.shape[0]):
+    """out = exp(x − m) in its dtype, and m, the largest of x (0 if all are −inf)."""
+    c = x.shape[0]
+    whole = c - c % 4
+    m0, m1, m2, m3 = -INF, -INF, -INF, -INF  # four at a time, since each waits for the one before
+    for i in range(0, whole, 4):
+        m0 = x[i] if x[i] > m0 else m0
+        m1 = x[i + 1] if x[i + 1] > m1 else m1
+        m2 = x[i + 2] if x[i + 2] > m2 else m2
+        m3 = x[i + 3] if x[i + 3] > m3 else m3
+    m = max(max(m0, m1), max(m2, m3))
+    for i in range(whole, c):
         m = x[i] if x[i] > m else m
-        least = x[i] if (x[i] < least) & (x[i] > -INF) else least
     m = m if m > -INF else 0.0
-    for i in range(x.shape[0]):
+    for i in range(c):
         out[i] = x[i] - m
-    for i in range(x.shape[0]):
+    for i in range(c):
         out[i] = exp(out[i])
-    return m, least - m
+    return m
 
 
 @kernel(fast=True, inner=True)
@@ -90,17 +97,26 @@ def sums_from(E, p, total):
 
 
 @kernel(inner=True)
-def logs(total, depth, shift, add, out):
+def logs(total, x, least, shift, add, out):
     """out = add + shift + log total, and whether that is right: no sum can have underflown.
 
-    ``depth`` is the least exponent among the products that were summed.
+    The sums were of exp(x − max x) times numbers of at least exp(least), or 0.
     """
-    right = True
+    safe = True
     for j in range(total.shape[0]):
-        right &= (total[j] >= TINY) | ((total[j] == 0) & (depth > DEEP))
-        x = shift + log(total[j])
-        out[j] = add[j] + (x if total[j] > 0 else -INF)
-    return right
+        safe &= total[j] >= TINY
+        out[j] = add[j] + (shift + log(total[j]))
+    if safe:
+        return True
+    top, low = -INF, INF
+    for i in range(total.shape[0]):
+        top = max(top, x[i])
+        low = x[i] if low > x[i] > -INF else low
+    safe = low - top + least > DEEP or top == -INF  # then a 0 is 0, not too small a number
+    for j in range(total.shape[0]):
+        safe &= total[j] >= TINY or total[j] == 0
+        out[j] = out[j] if total[j] > 0 else -INF
+    return safe
 
 
 @kernel(inner=True)
@@ -118,11 +134,11 @@ def forward(u, T, length, alpha, P, E, peaks, total, spare, keep):
             peaks[slot, 0], peaks[slot, 1] = exponentials(
                 T[0 if shared else t - 1], E[slot], total, spare
             )
-        m, depth = relative(alpha[t - 1], P[t - 1])
+        shift = relative(alpha[t - 1], P[t - 1]) + peaks[slot, 0]
         sums_into(P[t - 1], E[slot], total)
-        if not logs(total, depth + peaks[slot, 1], m + peaks[slot, 0], u[t], alpha[t]):
+        if not logs(total, alpha[t - 1], peaks[slot, 1], shift, u[t], alpha[t]):
             return np.nan
-    m, _ = relative(alpha[length - 1], P[length - 1])
+    m = relative(alpha[length - 1], P[length - 1])
     mass = 0.0
     for j in range(c):
         mass += P[length - 1, j]
@@ -130,11 +146,8 @@ def forward(u, T, length, alpha, P, E, peaks, total, spare, keep):
 
 
 @kernel
-def values(low, high, U, TT, lengths, out):
+def values(low, high, U, TT, lengths, out, alpha, P, E, peaks, total, spare):
     """A of the items low..high; NaN where log space is needed."""
-    n, c = U.shape[1:]
-    alpha, peaks, P = np.empty((n, c)), np.empty((1, 2)), np.empty((n, c), U.dtype)
-    E, total, spare = np.empty((1, c, c), U.dtype), np.empty(c, U.dtype), np.empty(c, U.dtype)
     for b in range(low, high):
         T = TT[b if TT.shape[0] > 1 else 0]
         out[b] = forward(U[b], T, lengths[b], alpha, P, E, peaks, total, spare, False)
@@ -162,36 +175,39 @@ def outer(p, E, r, out):
 
 @kernel(fast=True, inner=True)
 def sum_of_outer(P, R, steps, E, block, out):
-    """out_ij = E_ij Σ_t P_ti R_tj, in blocks of steps short enough for float32."""
+    """out_ij = E_ij Σ_t P_ti R_tj, in blocks of steps short enough for float32.
+
+    P and R hold zeros for the seven steps after the last: they are taken eight at a time.
+    """
     c = out.shape[0]
     for start in range(0, steps, 64):
         for i in range(c):
             for j in range(c):
                 block[i, j] = 0
-        for t in range(start, min(start + 64, steps), 2):
-            follows = 1 if t + 1 < steps else 0
+        for t in range(start, min(start + 64, steps), 8):
             for i in range(c):
-                p0, p1 = P[t, i], P[t + follows, i] * follows
+                p0, p1, p2, p3 = P[t, i], P[t + 1, i], P[t + 2, i], P[t + 3, i]
+                p4, p5, p6, p7 = P[t + 4, i], P[t + 5, i], P[t + 6, i], P[t + 7, i]
                 for j in range(c):
-                    block[i, j] += p0 * R[t, j] + p1 * R[t + follows, j]
+                    x = p0 * R[t, j] + p1 * R[t + 1, j] + p2 * R[t + 2, j] + p3 * R[t + 3, j]
+                    y = p4 * R[t + 4, j] + p5 * R[t + 5, j] + p6 * R[t + 6, j] + p7 * R[t + 7, j]
+                    block[i, j] += x + y
         for i in range(c):
             for j in range(c):
                 out[i, j] += block[i, j] * E[i, j]
 
 
 @kernel
-def gradients(low, high, U, TT, lengths, out, MU, MT):
+def gradients(
+    low, high, U, TT, lengths, out, MU, MT,
+    alpha, P, E, peaks, total, spare, R, block, beta, after,
+):  # fmt: skip
     """A and its gradient for the items low..high; A is NaN where log space is needed.
 
     MU and MT come in as zeros. Marginals are normalised at every position, so that rounding does
     not pile up along a chain.
     """
-    n, c = U.shape[1:]
-    steps = MT.shape[1]
-    alpha, beta, after = np.empty((n, c)), np.empty(c), np.empty(c)
-    E, peaks = np.empty((max(1, steps), c, c), U.dtype), np.empty((max(1, steps), 2))
-    P, R = np.empty((n, c), U.dtype), np.empty((n, c), U.dtype)
-    total, spare, block = np.empty(c, U.dtype), np.empty(c, U.dtype), np.empty((c, c), U.dtype)
+    c, steps = U.shape[2], MT.shape[1]
     for b in range(low, high):
         u, T, length = U[b], TT[b if TT.shape[0] > 1 else 0], lengths[b]
         out[b] = forward(u, T, length, alpha, P, E, peaks, total, spare, True)
@@ -208,19 +224,22 @@ def gradients(low, high, U, TT, lengths, out, MU, MT):
             for j in range(c):
                 after[j] = u[t + 1, j] + beta[j]
                 spare[j] = 0
-            m, depth = relative(after, R[t])
+            m = relative(after, R[t])
             if steps == 1:
                 sums_into(R[t], block, total)
             else:
                 sums_from(E[t], R[t], total)
             slot = t if steps > 1 else 0
-            right = logs(total, depth + peaks[slot, 1], m + peaks[slot, 0], spare, beta)
+            right = logs(total, after, peaks[slot, 1], m + peaks[slot, 0], spare, beta)
             if not (right and weigh(P[t], total, MU[b, t]) >= TINY):
                 out[b] = np.nan
                 break
             if steps > 1:
                 outer(P[t], E[t], R[t], MT[b, t])
         if steps == 1 and length > 1:
+            for t in range(length - 1, length + 6):
+                for j in range(c):
+                    P[t, j] = R[t, j] = 0
             sum_of_outer(P, R, length - 1, E[0], block, MT[b, 0])
 
 
@@ -301,7 +320,7 @@ def products(low, high, U, TT, lengths, VU, VT, WU, WT):
             step = 0 if T.shape[0] == 1 else t - 1
             if t == 1 or step > 0:
                 peaks[step], _ = exponentials(T[step], E[step], total, spare)
-            m, _ = relative(alpha[t - 1], p)
+            m = relative(alpha[t - 1], p)
             incoming(
                 alpha[t - 1], p, m + peaks[step], T[step], E[step], total, scratch, alpha[t], q
             )
@@ -321,7 +340,7 @@ def products(low, high, U, TT, lengths, VU, VT, WU, WT):
                 step = 0 if T.shape[0] == 1 else t
                 for j in range(c):
                     after[j] = u[t + 1, j] + beta[j]
-                m, _ = relative(after, p)
+                m = relative(after, p)
                 outgoing(after, p, m + peaks[step], T[step], E[step], total, scratch, beta, q)
                 for j in range(c):
                     d_after[j] = du[t + 1, j] + d_beta[j]
@@ -503,11 +522,23 @@ def _inputs(unary: Tensor, transition: Tensor, lengths: Tensor) -> tuple[NDArray
     return u, T, lengths.detach().to(torch.int64).contiguous().numpy()
 
 
+def _forward_space(u: NDArray, steps: int) -> tuple[NDArray, ...]:
+    """Room for α, P, E, peaks and two rows; kernels that allocate nothing compile sooner."""
+    n, c = u.shape[1:]
+    slots = max(1, steps)
+    alpha, P, E = np.empty((n, c)), np.empty((n + 7, c), u.dtype), np.empty((slots, c, c), u.dtype)
+    return alpha, P, E, np.empty((slots, 2)), np.empty(c, u.dtype), np.empty(c, u.dtype)
+
+
 def value(unary: Tensor, transition: Tensor, lengths: Tensor) -> Tensor:
     """A ``(B)``."""
     out = unary.new_empty(len(unary))
     inputs, a = _inputs(unary, transition, lengths), out.numpy()
-    run_chunks(lambda i, j: values(i, j, *inputs, a), len(unary), _work(unary))
+
+    def task(low: int, high: int) -> None:
+        values(low, high, *inputs, a, *_forward_space(inputs[0], 1))
+
+    run_chunks(task, len(unary), _work(unary))
     if np.isnan(a).any():
         mu, edges = (unary.new_empty(t.shape).numpy() for t in (unary, transition))
         _finish_in_logs(np.flatnonzero(np.isnan(a)), inputs, (a, mu, edges))
@@ -521,7 +552,14 @@ def gradient(unary: Tensor, transition: Tensor, lengths: Tensor) -> tuple[Tensor
     # the kernel writes no padding; numpy's zeros, unlike torch's, wake no other threads
     new = np.empty if transition.shape[1] > 1 and (sizes == u.shape[1]).all() else np.zeros
     outputs = (np.empty(len(u), u.dtype), new(u.shape, u.dtype), new(transition.shape, u.dtype))
-    run_chunks(lambda i, j: gradients(i, j, *inputs, *outputs), len(unary), 2 * _work(unary))
+
+    def task(low: int, high: int) -> None:
+        c, forward_space = u.shape[2], _forward_space(u, transition.shape[1])
+        R, block = np.empty_like(forward_space[1]), np.empty((c, c), u.dtype)
+        space = (*forward_space, R, block, np.empty(c), np.empty(c))
+        gradients(low, high, *inputs, *outputs, *space)
+
+    run_chunks(task, len(unary), 2 * _work(unary))
     left = ~(outputs[0] > -np.inf)
     if left.any():
         _finish_in_logs(np.flatnonzero(left), inputs, outputs)
