@@ -134,10 +134,10 @@ class DynamicStructure(Structure):
         if self._validate_args and checks.can_look():
             checks.feasible(self._name, query, value)
             return answer
-        none = ~value.isfinite()  # −inf, or the NaN or +inf of scores that nobody looked at
-        if value.device.type == "cpu" and checks.can_look() and not bool(none.any()):
+        good = value > -math.inf  # neither −inf nor the NaN of scores that nobody looked at
+        if value.device.type == "cpu" and checks.can_look() and bool(good.all()):
             return answer
-        return torch.where(none[(..., *[None] * (answer.dim() - none.dim()))], math.nan, answer)
+        return torch.where(good[(..., *[None] * (answer.dim() - good.dim()))], answer, math.nan)
 
     def marginals(self) -> Tensor:
         value, mu = self._cached()
