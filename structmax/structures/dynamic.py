@@ -134,7 +134,7 @@ class DynamicStructure(Structure):
         if self._validate_args and checks.can_look():
             checks.feasible(self._name, query, value)
             return answer
-        good = value > -math.inf  # neither −inf nor the NaN of scores that nobody looked at
+        good = value.abs() < math.inf  # no −inf, nor the NaN or +inf of scores not looked at
         if value.device.type == "cpu" and checks.can_look() and bool(good.all()):
             return answer
         return torch.where(good[(..., *[None] * (answer.dim() - good.dim()))], answer, math.nan)
