@@ -25,20 +25,16 @@ TINY = 1e-25  # far above the smallest float32, far below any sum that matters
 DEEP = math.log(TINY)
 
 
-# Kernels hand each other whole arrays and the number of a row: a view of a row would count its
-# references, with atomic operations that threads wait for.
-
-
 @kernel(fast=True, inner=True)
-def exponentials(T, step, E, slot, top, low):
+def exponentials(T, E, top, low):
     """E = exp(T − m), m the largest entry of T (0 if all are −inf), and the least finite T − m."""
-    c = T.shape[1]
+    c = T.shape[0]
     for j in range(c):
         top[j] = -INF
         low[j] = INF
     for i in range(c):
         for j in range(c):
-            x = T[step, i, j]
+            x = T[i, j]
             top[j] = x if x > top[j] else top[j]
             low[j] = x if (x < low[j]) & (x > -INF) else low[j]
     m, least = top[0], low[0]
@@ -48,81 +44,78 @@ def exponentials(T, step, E, slot, top, low):
     m = m if m > -INF else top.dtype.type(0)
     for i in range(c):
         for j in range(c):
-            E[slot, i, j] = exp(T[step, i, j] - m)
+            E[i, j] = exp(T[i, j] - m)
     return np.float64(m), np.float64(least) - np.float64(m)
 
 
 @kernel(inner=True)
-def relative(X, row, out, to):
-    """out = exp(x − m) for a row x of X, and m, the largest of x (0 if all are −inf)."""
-    c = X.shape[1]
+def relative(x, out):
+    """out = exp(x − m) in its dtype, and m, the largest of x (0 if all are −inf)."""
+    c = x.shape[0]
     whole = c - c % 4
     m0, m1, m2, m3 = -INF, -INF, -INF, -INF  # four at a time, since each waits for the one before
     for i in range(0, whole, 4):
-        x0, x1, x2, x3 = X[row, i], X[row, i + 1], X[row, i + 2], X[row, i + 3]
-        m0 = x0 if x0 > m0 else m0
-        m1 = x1 if x1 > m1 else m1
-        m2 = x2 if x2 > m2 else m2
-        m3 = x3 if x3 > m3 else m3
+        m0 = x[i] if x[i] > m0 else m0
+        m1 = x[i + 1] if x[i + 1] > m1 else m1
+        m2 = x[i + 2] if x[i + 2] > m2 else m2
+        m3 = x[i + 3] if x[i + 3] > m3 else m3
     m = max(max(m0, m1), max(m2, m3))
     for i in range(whole, c):
-        m = X[row, i] if X[row, i] > m else m
+        m = x[i] if x[i] > m else m
     m = m if m > -INF else 0.0
     for i in range(c):
-        out[to, i] = X[row, i] - m
+        out[i] = x[i] - m
     for i in range(c):
-        out[to, i] = exp(out[to, i])
+        out[i] = exp(out[i])
     return m
 
 
 @kernel(fast=True, inner=True)
-def sums_into(P, t, E, slot, total):
+def sums_into(p, E, total):
     """total_j = Σ_i p_i E_ij, four rows at a time so that the sums stay in registers."""
-    c = P.shape[1]
+    c = E.shape[0]
     whole = c - c % 4
     for j in range(c):
         total[j] = 0
     for i in range(0, whole, 4):
-        p0, p1, p2, p3 = P[t, i], P[t, i + 1], P[t, i + 2], P[t, i + 3]
+        p0, p1, p2, p3 = p[i], p[i + 1], p[i + 2], p[i + 3]
         for j in range(c):
-            x = p0 * E[slot, i, j] + p1 * E[slot, i + 1, j]
-            total[j] += x + (p2 * E[slot, i + 2, j] + p3 * E[slot, i + 3, j])
+            total[j] += (p0 * E[i, j] + p1 * E[i + 1, j]) + (p2 * E[i + 2, j] + p3 * E[i + 3, j])
     for i in range(whole, c):
         for j in range(c):
-            total[j] += P[t, i] * E[slot, i, j]
+            total[j] += p[i] * E[i, j]
 
 
 @kernel(fast=True, inner=True)
-def sums_from(E, slot, R, t, total):
-    """total_i = Σ_j E_ij r_j."""
-    for i in range(E.shape[1]):
-        x = E[slot, i, 0] * R[t, 0]
-        for j in range(1, E.shape[2]):
-            x += E[slot, i, j] * R[t, j]
+def sums_from(E, p, total):
+    """total_i = Σ_j E_ij p_j."""
+    for i in range(E.shape[0]):
+        x = E[i, 0] * p[0]
+        for j in range(1, E.shape[1]):
+            x += E[i, j] * p[j]
         total[i] = x
 
 
 @kernel(inner=True)
-def logs(total, X, row, least, shift, add, at, out, to):
+def logs(total, x, least, shift, add, out):
     """out = add + shift + log total, and whether that is right: no sum can have underflown.
 
-    The sums were of exp(x − max x), for a row x of X, times numbers of at least exp(least), or 0.
+    The sums were of exp(x − max x) times numbers of at least exp(least), or 0.
     """
-    c = total.shape[0]
-    safe, top, low = True, -INF, INF
-    for j in range(c):
+    safe = True
+    for j in range(total.shape[0]):
         safe &= total[j] >= TINY
+        out[j] = add[j] + (shift + log(total[j]))
     if safe:
-        for j in range(c):
-            out[to, j] = add[at, j] + (shift + log(total[j]))
         return True
-    for i in range(c):
-        top = max(top, X[row, i])
-        low = X[row, i] if low > X[row, i] > -INF else low
+    top, low = -INF, INF
+    for i in range(total.shape[0]):
+        top = max(top, x[i])
+        low = x[i] if low > x[i] > -INF else low
     safe = low - top + least > DEEP or top == -INF  # then a 0 is 0, not too small a number
-    for j in range(c):
+    for j in range(total.shape[0]):
         safe &= total[j] >= TINY or total[j] == 0
-        out[to, j] = add[at, j] + (shift + math.log(total[j]))
+        out[j] = out[j] if total[j] > 0 else -INF
     return safe
 
 
@@ -131,6 +124,7 @@ def forward(u, T, length, alpha, P, E, peaks, total, spare, keep):
     """P = exp(α − max α) at every position of one item; every E is kept too if asked.
 
     Of α itself, only the rows of the current and the last position are kept.
+
     Returns A, NaN if the item must be computed in log space.
     """
     c, shared = u.shape[1], T.shape[0] == 1
@@ -139,14 +133,15 @@ def forward(u, T, length, alpha, P, E, peaks, total, spare, keep):
     for t in range(1, length):
         slot = t - 1 if keep and not shared else 0
         if t == 1 or not shared:
-            m, least = exponentials(T, 0 if shared else t - 1, E, slot, total, spare)
-            peaks[slot, 0], peaks[slot, 1] = m, least
+            peaks[slot, 0], peaks[slot, 1] = exponentials(
+                T[0 if shared else t - 1], E[slot], total, spare
+            )
         old, new = (t - 1) & 1, t & 1
-        shift = relative(alpha, old, P, t - 1) + peaks[slot, 0]
-        sums_into(P, t - 1, E, slot, total)
-        if not logs(total, alpha, old, peaks[slot, 1], shift, u, t, alpha, new):
+        shift = relative(alpha[old], P[t - 1]) + peaks[slot, 0]
+        sums_into(P[t - 1], E[slot], total)
+        if not logs(total, alpha[old], peaks[slot, 1], shift, u[t], alpha[new]):
             return np.nan
-    m = relative(alpha, (length - 1) & 1, P, length - 1)
+    m = relative(alpha[(length - 1) & 1], P[length - 1])
     mass = 0.0
     for j in range(c):
         mass += P[length - 1, j]
@@ -162,23 +157,23 @@ def values(low, high, U, TT, lengths, out, alpha, P, E, peaks, total, spare):
 
 
 @kernel(fast=True, inner=True)
-def weigh(P, t, total, mu):
+def weigh(p, total, mu):
     """μ_i = p_i total_i / S and p becomes p / S, with S their sum, which is returned."""
-    mass = P[t, 0] * total[0]
-    for i in range(1, P.shape[1]):
-        mass += P[t, i] * total[i]
-    for i in range(P.shape[1]):
-        P[t, i] /= mass
-        mu[t, i] = P[t, i] * total[i]
+    mass = p[0] * total[0]
+    for i in range(1, p.shape[0]):
+        mass += p[i] * total[i]
+    for i in range(p.shape[0]):
+        p[i] /= mass
+        mu[i] = p[i] * total[i]
     return mass
 
 
 @kernel(fast=True, inner=True)
-def outer(P, E, R, t, out):
+def outer(p, E, r, out):
     """out_ij = p_i E_ij r_j."""
-    for i in range(E.shape[1]):
-        for j in range(E.shape[2]):
-            out[t, i, j] = P[t, i] * E[t, i, j] * R[t, j]
+    for i in range(E.shape[0]):
+        for j in range(E.shape[1]):
+            out[i, j] = p[i] * E[i, j] * r[j]
 
 
 @kernel(fast=True, inner=True)
@@ -187,11 +182,11 @@ def sum_of_outer(P, R, steps, E, block, out):
 
     P and R hold zeros for the seven steps after the last: they are taken eight at a time.
     """
-    c = P.shape[1]
+    c = out.shape[0]
     for start in range(0, steps, 64):
         for i in range(c):
             for j in range(c):
-                block[0, i, j] = 0
+                block[i, j] = 0
         for t in range(start, min(start + 64, steps), 8):
             for i in range(c):
                 p0, p1, p2, p3 = P[t, i], P[t + 1, i], P[t + 2, i], P[t + 3, i]
@@ -199,57 +194,56 @@ def sum_of_outer(P, R, steps, E, block, out):
                 for j in range(c):
                     x = p0 * R[t, j] + p1 * R[t + 1, j] + p2 * R[t + 2, j] + p3 * R[t + 3, j]
                     y = p4 * R[t + 4, j] + p5 * R[t + 5, j] + p6 * R[t + 6, j] + p7 * R[t + 7, j]
-                    block[0, i, j] += x + y
+                    block[i, j] += x + y
         for i in range(c):
             for j in range(c):
-                out[0, i, j] += block[0, i, j] * E[0, i, j]
+                out[i, j] += block[i, j] * E[i, j]
 
 
 @kernel
 def gradients(
-    low, high, U, TT, lengths, out, MU, MT, alpha, P, E, peaks, total, spare, R, block, back, zero
-):
+    low, high, U, TT, lengths, out, MU, MT,
+    alpha, P, E, peaks, total, spare, R, block, beta, after,
+):  # fmt: skip
     """A and its gradient for the items low..high; A is NaN where log space is needed.
 
     MU and MT come in as zeros. Marginals are normalised at every position, so that rounding does
-    not pile up along a chain. Rows of ``back``: β, then u + β of the position after.
+    not pile up along a chain.
     """
     c, steps = U.shape[2], MT.shape[1]
-    for j in range(c):
-        zero[0, j] = 0
     for b in range(low, high):
-        u, T, length, mu = U[b], TT[b if TT.shape[0] > 1 else 0], lengths[b], MU[b]
+        u, T, length = U[b], TT[b if TT.shape[0] > 1 else 0], lengths[b]
         out[b] = forward(u, T, length, alpha, P, E, peaks, total, spare, True)
         if not out[b] > -INF:
             continue
         for i in range(c):
-            back[0, i] = 0.0
+            beta[i] = 0.0
             total[i] = 1
             if steps == 1 and length > 1:  # rows of the transpose are summed without reductions
                 for j in range(c):
-                    block[0, j, i] = E[0, i, j]
-        weigh(P, length - 1, total, mu)
+                    block[j, i] = E[0, i, j]
+        weigh(P[length - 1], total, MU[b, length - 1])
         for t in range(length - 2, -1, -1):
             for j in range(c):
-                back[1, j] = u[t + 1, j] + back[0, j]
-            m = relative(back, 1, R, t)
+                after[j] = u[t + 1, j] + beta[j]
+                spare[j] = 0
+            m = relative(after, R[t])
             if steps == 1:
-                sums_into(R, t, block, 0, total)
+                sums_into(R[t], block, total)
             else:
-                sums_from(E, t, R, t, total)
+                sums_from(E[t], R[t], total)
             slot = t if steps > 1 else 0
-            shift = m + peaks[slot, 0]
-            right = logs(total, back, 1, peaks[slot, 1], shift, zero, 0, back, 0)
-            if not (right and weigh(P, t, total, mu) >= TINY):
+            right = logs(total, after, peaks[slot, 1], m + peaks[slot, 0], spare, beta)
+            if not (right and weigh(P[t], total, MU[b, t]) >= TINY):
                 out[b] = np.nan
                 break
             if steps > 1:
-                outer(P, E, R, t, MT[b])
+                outer(P[t], E[t], R[t], MT[b, t])
         if steps == 1 and length > 1:
             for t in range(length - 1, length + 6):
                 for j in range(c):
                     P[t, j] = R[t, j] = 0
-            sum_of_outer(P, R, length - 1, E, block, MT[b])
+            sum_of_outer(P, R, length - 1, E[0], block, MT[b, 0])
 
 
 @kernel(inner=True)
@@ -315,10 +309,9 @@ def products(low, high, U, TT, lengths, VU, VT, WU, WT):
     steps = WT.shape[1]
     alpha, d_alpha = np.empty((n, c)), np.empty((n, c))
     beta, d_beta, d_after = np.empty(c), np.empty(c), np.empty(c)
-    scratch, after, mu = np.empty(c), np.empty((1, c)), np.empty((1, c))
-    both = np.empty((1, c))
+    scratch, after, mu = np.empty(c), np.empty(c), np.empty(c)
     E = np.empty((max(1, steps), c, c), U.dtype)
-    p, total, spare = np.empty((1, c), U.dtype), np.empty(c, U.dtype), np.empty(c, U.dtype)
+    p, total, spare = np.empty(c, U.dtype), np.empty(c, U.dtype), np.empty(c, U.dtype)
     q, peaks = np.empty((c, c), U.dtype), np.empty(max(1, steps))
     edge, summed = np.empty((c, c)), np.empty((c, c))
     for b in range(low, high):
@@ -329,10 +322,11 @@ def products(low, high, U, TT, lengths, VU, VT, WU, WT):
         for t in range(1, length):
             step = 0 if T.shape[0] == 1 else t - 1
             if t == 1 or step > 0:
-                peaks[step], _ = exponentials(T, step, E, step, total, spare)
-            m = relative(alpha, t - 1, p, 0)
-            shift = m + peaks[step]
-            incoming(alpha[t - 1], p, shift, T[step], E, step, total, scratch, alpha[t], q)
+                peaks[step], _ = exponentials(T[step], E[step], total, spare)
+            m = relative(alpha[t - 1], p)
+            incoming(
+                alpha[t - 1], p, m + peaks[step], T[step], E[step], total, scratch, alpha[t], q
+            )
             alpha[t] += u[t]
             d_alpha[t] = du[t]
             for i in range(c):
@@ -348,30 +342,30 @@ def products(low, high, U, TT, lengths, VU, VT, WU, WT):
             if t < length - 1:
                 step = 0 if T.shape[0] == 1 else t
                 for j in range(c):
-                    after[0, j] = u[t + 1, j] + beta[j]
-                shift = relative(after, 0, p, 0) + peaks[step]
-                outgoing(after[0], p, shift, T[step], E, step, total, scratch, beta, q)
+                    after[j] = u[t + 1, j] + beta[j]
+                m = relative(after, p)
+                outgoing(after, p, m + peaks[step], T[step], E[step], total, scratch, beta, q)
                 for j in range(c):
                     d_after[j] = du[t + 1, j] + d_beta[j]
                 for i in range(c):
                     d_beta[i] = mean_change(q[i], dT[step, i], d_after)
             for i in range(c):
-                both[0, i] = alpha[t, i] + beta[i]
-            relative(both, 0, mu, 0)
+                scratch[i] = alpha[t, i] + beta[i]
+            relative(scratch, mu)
             mass, mean = 0.0, 0.0
             for i in range(c):
-                mass += mu[0, i]
+                mass += mu[i]
             for i in range(c):
-                mu[0, i] /= mass
+                mu[i] /= mass
             for i in range(c):
-                mean += mu[0, i] * (d_alpha[t, i] + d_beta[i])
+                mean += mu[i] * (d_alpha[t, i] + d_beta[i])
             for i in range(c):
-                WU[b, t, i] = mu[0, i] * (d_alpha[t, i] + d_beta[i] - mean)
+                WU[b, t, i] = mu[i] * (d_alpha[t, i] + d_beta[i] - mean)
             if t < length - 1:
                 for i in range(c):
                     for j in range(c):
                         change = d_alpha[t, i] + dT[step, i, j] + d_after[j] - mean
-                        edge[i, j] = mu[0, i] * q[i, j] * change
+                        edge[i, j] = mu[i] * q[i, j] * change
                 if steps == 1:
                     summed += edge
                 else:
@@ -392,13 +386,13 @@ def center(x):
 
 
 @kernel(inner=True)
-def incoming(alpha, p, shift, T, E, slot, total, scratch, new, q):
+def incoming(alpha, p, shift, T, E, total, scratch, new, q):
     """new_j = log Σ_i exp(α_i + T_ij) and q_ij = P(i | j); zeros if j cannot be reached."""
-    c = T.shape[0]
-    sums_into(p, 0, E, slot, total)
+    c = E.shape[0]
+    sums_into(p, E, total)
     for i in range(c):
         for j in range(c):
-            q[i, j] = p[0, i] * E[slot, i, j] / total[j]
+            q[i, j] = p[i] * E[i, j] / total[j]
     for j in range(c):
         if total[j] >= TINY:
             new[j] = shift + math.log(total[j])
@@ -411,15 +405,15 @@ def incoming(alpha, p, shift, T, E, slot, total, scratch, new, q):
 
 
 @kernel(inner=True)
-def outgoing(after, p, shift, T, E, slot, total, scratch, beta, q):
+def outgoing(after, p, shift, T, E, total, scratch, beta, q):
     """β_i = log Σ_j exp(T_ij + after_j) and q_ij = P(j | i); zeros if nothing can follow i."""
-    c = T.shape[0]
-    sums_from(E, slot, p, 0, total)
+    c = E.shape[0]
+    sums_from(E, p, total)
     for i in range(c):
         if total[i] >= TINY:
             beta[i] = shift + math.log(total[i])
             for j in range(c):
-                q[i, j] = E[slot, i, j] * p[0, j] / total[i]
+                q[i, j] = E[i, j] * p[j] / total[i]
         else:
             for j in range(c):
                 scratch[j] = T[i, j] + after[j]
@@ -563,10 +557,10 @@ def gradient(unary: Tensor, transition: Tensor, lengths: Tensor) -> tuple[Tensor
     outputs = (np.empty(len(u), u.dtype), new(u.shape, u.dtype), new(transition.shape, u.dtype))
 
     def task(low: int, high: int) -> None:
-        c, space = u.shape[2], _forward_space(u, transition.shape[1])
-        R, block = np.empty_like(space[1]), np.empty((1, c, c), u.dtype)
-        rows = np.empty((2, c)), np.empty((1, c), u.dtype)
-        gradients(low, high, *inputs, *outputs, *space, R, block, *rows)
+        c, forward_space = u.shape[2], _forward_space(u, transition.shape[1])
+        R, block = np.empty_like(forward_space[1]), np.empty((c, c), u.dtype)
+        space = (*forward_space, R, block, np.empty(c), np.empty(c))
+        gradients(low, high, *inputs, *outputs, *space)
 
     run_chunks(task, len(unary), 2 * _work(unary))
     left = ~(outputs[0] > -np.inf)
