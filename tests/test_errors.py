@@ -642,3 +642,16 @@ def test_bio_trains() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 2 and bool(soft.isfinite().all())
+
+
+def test_intractable_query_names_what_to_use_instead() -> None:
+    class Hardly(sx.Choice):
+        queries = sx.Choice.queries - {"marginals"}
+        instead = {"marginals": "Use .topk(k)."}
+
+        def marginals(self) -> torch.Tensor:
+            raise self._intractable("marginals")
+
+    assert sx.Choice.supports("marginals") and not Hardly.supports("marginals")
+    with pytest.raises(sx.IntractableError, match=r"Hardly.marginals is intractable. Use .topk"):
+        Hardly(torch.zeros(3)).marginals()

@@ -21,7 +21,12 @@ from structmax.smoothing import Shannon, Smoothing
 
 
 class TopK(NamedTuple):
-    """The k best structures: z ``(*batch, k, *parts)``, scores and existence ``(*batch, k)``."""
+    """The k best structures: z ``(*batch, k, *parts)``, scores and existence ``(*batch, k)``.
+
+    >>> import structmax as sx
+    >>> sx.Choice(torch.tensor([0.0, 2.0])).topk(3).exists  # there are only two
+    tensor([ True,  True, False])
+    """
 
     structures: Tensor
     scores: Tensor
@@ -29,7 +34,13 @@ class TopK(NamedTuple):
 
 
 class Ranked(NamedTuple):
-    """One rank of ``ranked_support``: z ``(*batch, *parts)`` and log-probability ``(*batch)``."""
+    """One rank of ``ranked_support``: z ``(*batch, *parts)`` and log-probability ``(*batch)``.
+
+    >>> import structmax as sx
+    >>> sparse = sx.Choice(torch.tensor([-2.0, 0.0, 0.5]), smoothing=sx.Gini())
+    >>> [ranked.structure.tolist() for ranked in sparse.ranked_support()]
+    [[0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
+    """
 
     structure: Tensor
     log_prob: Tensor
@@ -44,6 +55,13 @@ class Structure(Distribution):
 
     ``batch_shape`` is any number of leading dimensions, ``event_shape`` the shape of z, the
     indicator of the primary parts. ``smoothing`` is the regularizer Ω of the dynamic program.
+
+    >>> import structmax as sx
+    >>> batch = sx.Choice(torch.zeros(4, 3))  # Choice stands for any structure
+    >>> batch.batch_shape, batch.event_shape
+    (torch.Size([4]), torch.Size([3]))
+    >>> batch[0].entropy()  # log 3
+    tensor(1.0986)
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = {}

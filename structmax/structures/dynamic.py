@@ -300,7 +300,8 @@ class DynamicStructure(Structure):
             s._backpointers().reshape(batch_shape.numel(), forest.num_edges) for s in (p, q)
         )
         use = naive.edge_visits(forest, local_p, p._goal().reshape(-1))
-        total = -_sum_log(local_q, use).reshape(batch_shape).to(self._parts()[0].dtype)
+        total = 0.0 - _sum_log(local_q, use)  # no −0 where p is certain
+        total = total.reshape(batch_shape).to(self._parts()[0].dtype)
         return p._refuse_infeasible("cross_entropy", p.log_partition(), total)
 
     def condition(

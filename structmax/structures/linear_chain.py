@@ -288,18 +288,21 @@ class LinearChain(DynamicStructure):
     def argmax(self) -> Tensor:
         best, tags = self._viterbi()
         z = tags[..., None] == torch.arange(self.event_shape[1], device=tags.device)
-        z = self._refuse_infeasible("argmax", best, z.to(self.dtype))
-        return z if self._validate_args else torch.where(best.isnan()[..., None, None], math.nan, z)
+        return self._refuse_infeasible("argmax", best, z.to(self.dtype))
 
     def argmax_tags(self) -> Tensor:
         """The tags of ``argmax()`` as integers ``(*B, n)``, −1 in the padding, without one-hots.
 
         An item without a structure is an error, or −1 throughout where one cannot look.
+
+        >>> import structmax as sx
+        >>> sx.LinearChain(torch.tensor([[0.0, 1.0], [2.0, 0.0]]), torch.zeros(2, 2)).argmax_tags()
+        tensor([1, 0])
         """
         best, tags = self._viterbi()
         if self._validate_args:
             checks.feasible(self._name, "argmax_tags", best)
-        return torch.where((best > -math.inf)[..., None], tags, -1)
+        return torch.where((best.abs() < math.inf)[..., None], tags, -1)
 
     # -- transitions ------------------------------------------------------------------------------
 
