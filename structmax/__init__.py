@@ -1,33 +1,72 @@
 """structmax: latent structure for PyTorch."""
 
-from structmax import nn
+from structmax import losses, nn
+from structmax.barycenter import barycenter
 from structmax.forest.topology import Forest, ForestBuilder
+from structmax.maps.budgetmax import budgetmax
+from structmax.maps.csoftmax import csoftmax
+from structmax.maps.csparsemax import csparsemax
+from structmax.maps.entmax import entmax
+from structmax.maps.fusedmax import fusedmax
+from structmax.maps.normmax import normmax
+from structmax.maps.oscarmax import oscarmax
+from structmax.maps.smoothed_max import smoothed_max
+from structmax.maps.softmax import softmax
+from structmax.maps.sparsemax import sparsemax
 from structmax.primitive import backend
 from structmax.smoothing import Gini, Hard, Shannon, Smoothing, Tsallis
+from structmax.structures.alignment import Alignment
 from structmax.structures.base import IntractableError, Ranked, Structure, TopK
+from structmax.structures.binary_tree import BinaryTree
 from structmax.structures.choice import Choice
+from structmax.structures.ctc import CTC
+from structmax.structures.dependency_tree import DependencyTree
+from structmax.structures.grid_path import GridPath
 from structmax.structures.hmm import HMM
 from structmax.structures.hyperpath import Hyperpath
 from structmax.structures.linear_chain import LinearChain
+from structmax.structures.path import Path
+from structmax.structures.pcfg import PCFG
+from structmax.structures.semi_markov import SemiMarkov
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CTC",
     "HMM",
+    "PCFG",
+    "Alignment",
+    "BinaryTree",
     "Choice",
+    "DependencyTree",
     "Forest",
     "ForestBuilder",
     "Gini",
+    "GridPath",
     "Hard",
     "Hyperpath",
     "IntractableError",
     "LinearChain",
+    "Path",
     "Ranked",
+    "SemiMarkov",
     "Shannon",
     "Smoothing",
     "Structure",
     "TopK",
     "Tsallis",
     "backend",
+    "barycenter",
+    "budgetmax",
+    "csoftmax",
+    "csparsemax",
+    "entmax",
+    "fusedmax",
+    "losses",
     "nn",
+    "normmax",
+    "oscarmax",
+    "smoothed_max",
+    "softmax",
+    "sparsemax",
 ]

@@ -1,18 +1,13 @@
-"""Numba set-up shared by all CPU kernels: the decorator, a fast exp, and the thread pool.
+"""Numba set-up shared by all CPU kernels: the decorator, and exp and log that vectorise.
 
-Kernels are serial and release the GIL; a batch is cut into chunks that run on a pool of
-``torch.get_num_threads()`` threads. (Numba's own ``prange`` changes torch's thread count and aborts
-after a fork.) Imported on first use only, because importing numba takes a while.
+Kernels are serial and release the GIL; ``run_chunks`` cuts a batch into chunks for threads.
+Imported on first use only, because importing numba takes a while.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import os
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numba
@@ -21,6 +16,8 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
+
+from structmax.threads import run_chunks as run_chunks
 
 # −inf and NaN carry meaning, so the fast-math flags that assume them away stay off.
 FAST = {"reassoc", "contract", "arcp", "nsz"}
@@ -213,55 +210,6 @@ def _log(x):
         return k * ln2 + (2.0 * s + s * z * p)
 
     return log64
-
-
-_pool: ThreadPoolExecutor | None = None
-_pool_size = 0
-_lock = threading.Lock()
-
-
-def _forget_pool() -> None:
-    """After a fork the pool's threads are gone and the lock may be held: start afresh."""
-    global _pool, _lock
-    _pool, _lock = None, threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_pool)
-
-# Below this many elementary steps a call runs in the calling thread: waking another costs more.
-SERIAL_WORK = 30_000
-
-
-def run_chunks(task: Callable[[int, int], None], items: int, work: int, grain: int = 1) -> None:
-    """Runs ``task(low, high)`` over chunks of ``range(items)``, in parallel where it pays.
-
-    ``work`` is the cost of one item in elementary steps; chunks hold at most ``grain`` items if
-    that is above 1 (kernels that lay items out side by side), and no task may wait for another.
-    """
-    global _pool, _pool_size
-    threads = 1 if items * work < SERIAL_WORK else torch.get_num_threads()
-    size = max(1, -(-items // threads))
-    size = min(size, grain) if grain > 1 else min(size, max(1, items // (4 * threads)))
-    chunks = [(low, min(low + size, items)) for low in range(0, items, size)]
-    if threads == 1 or len(chunks) <= 1:
-        for low, high in chunks:
-            task(low, high)
-        return
-    turns = itertools.count()
-
-    def take_turns() -> None:
-        while (turn := next(turns)) < len(chunks):
-            task(*chunks[turn])
-
-    with _lock:
-        if _pool is None or _pool_size != threads:
-            _pool = ThreadPoolExecutor(threads, thread_name_prefix="structmax")
-            _pool_size = threads
-        helpers = [_pool.submit(take_turns) for _ in range(min(threads, len(chunks)) - 1)]
-    take_turns()
-    for helper in helpers:
-        if not helper.cancel():  # one that never started is not waited for
-            helper.result()
 
 
 @kernel

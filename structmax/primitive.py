@@ -18,8 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+import structmax.threads  # noqa: F401  it must see every fork
 
 Tensors = Sequence[Tensor]
 Omega = Sequence[float]
@@ -254,6 +257,19 @@ def flatten_batch(tensor: Tensor, event_dim: int) -> Tensor:
     return tensor.reshape(tensor.shape[:batch].numel(), *event)
 
 
+def _times(scale: Tensor, tensor: Tensor) -> Tensor:
+    """Their product; by numpy where nobody watches, since torch would wake all its threads."""
+    pair = (scale, tensor)
+    if (
+        tensor.device.type != "cpu"
+        or is_transforming(pair)
+        or not is_plain(pair)
+        or torch._C._functorch.is_legacy_batchedtensor(scale)  # autograd.grad(is_grads_batched=…)
+    ):
+        return scale * tensor
+    return torch.from_numpy(np.multiply(scale.numpy(), tensor.numpy()))
+
+
 def _dot(left: Tensors, right: Tensors) -> Tensor:
     products = [(x * y).sum() for x, y in zip(left, right, strict=True)]
     return torch.stack(products).sum()
@@ -299,7 +315,7 @@ class _Gradient(torch.autograd.Function):
         out: list[Tensor | None] = [None] * len(scores)
         if g_value is not None:
             out = [
-                g_value.reshape(g_value.shape + (1,) * d) * m
+                _times(g_value.reshape(g_value.shape + (1,) * d), m)
                 for m, d in zip(mu, primitive.score_dims, strict=True)
             ]
         if any(g is not None for g in g_mu):

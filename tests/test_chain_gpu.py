@@ -79,14 +79,20 @@ def close(ours: Tensor, theirs: Tensor, scale: float = 1.0) -> None:
     )
 
 
+def with_ends(unary: Tensor, transition: Tensor) -> list[Tensor]:
+    """The scores of the primitive, start and end being 0."""
+    none = torch.zeros_like(unary[:, 0])
+    return [unary, transition, none, none]
+
+
 def everything(name: str, unary: Tensor, transition: Tensor, lengths: Tensor) -> list[Tensor]:
     """[A by value, A, μ_u, μ_T, w_u, w_T] by one backend."""
-    v = directions(unary, transition)
+    theta, v = with_ends(unary, transition), with_ends(*directions(unary, transition))
     with backend(name):
-        a = ops.chain.value_op([unary, transition], [lengths], "", SHANNON)
-        first = ops.chain.gradient_op([unary, transition], [lengths], "", SHANNON)
-        second = ops.chain.hvp_op([unary, transition], v, [lengths], "", SHANNON)
-    return [a, *first, *second]
+        a = ops.chain.value_op(theta, [lengths], "", SHANNON)
+        first = ops.chain.gradient_op(theta, [lengths], "", SHANNON)
+        second = ops.chain.hvp_op(theta, v, [lengths], "", SHANNON)
+    return [a, *first[:3], *second[:2]]
 
 
 def agree(unary: Tensor, transition: Tensor, lengths: Tensor, scale: float = 1.0) -> list[Tensor]:
@@ -95,9 +101,9 @@ def agree(unary: Tensor, transition: Tensor, lengths: Tensor, scale: float = 1.0
     theirs = everything("naive", unary.double(), transition.double(), lengths)
     v = directions(unary, transition)
     with backend("naive"):
-        theirs[4:] = ops.chain.hvp_op(
-            [unary.double(), transition.double()], [x.double() for x in v], [lengths], "", SHANNON
-        )
+        theta = with_ends(unary.double(), transition.double())
+        v = with_ends(*[x.double() for x in v])
+        theirs[4:] = ops.chain.hvp_op(theta, v, [lengths], "", SHANNON)[:2]
     for mine, reference in zip(ours, theirs, strict=True):
         assert mine.dtype == unary.dtype
         close(mine, reference, scale)
@@ -119,9 +125,9 @@ def score(unary: Tensor, transition: Tensor, lengths: Tensor, tags: Tensor) -> T
 def decodes(unary: Tensor, transition: Tensor, lengths: Tensor) -> Tensor:
     """Checks Viterbi by the score of its tags. Returns the tags."""
     with backend("gpu"):
-        best, tags = ops.argmax(unary, transition, lengths)
+        best, tags = ops.argmax(*with_ends(unary, transition), lengths)
     with backend("naive"):
-        reference, _ = ops.argmax(unary.double(), transition.double(), lengths)
+        reference, _ = ops.argmax(*with_ends(unary.double(), transition.double()), lengths)
     assert best.dtype == unary.dtype and tags.dtype == torch.int64
     close(best, reference)
     close(score(unary, transition, lengths, tags).to(best.dtype), reference)
@@ -172,7 +178,7 @@ def test_padding_holds_anything(shared: bool, dtype: torch.dtype) -> None:
     if not shared:
         assert (ours[3][padding[:, 1:]] == 0).all() and (ours[5][padding[:, 1:]] == 0).all()
     with backend("gpu"):
-        assert torch.equal(ops.argmax(dirty, transition, lengths)[1], tags)
+        assert torch.equal(ops.argmax(*with_ends(dirty, transition), lengths)[1], tags)
 
 
 def test_forbidden_parts(dtype: torch.dtype) -> None:
@@ -233,7 +239,7 @@ def test_an_infeasible_item_stays_alone(dtype: torch.dtype) -> None:
     assert ours[0][1] == -INF and ours[1][1] == -INF
     assert all((x[1] == 0).all() for x in ours[2:])
     with backend("gpu"):
-        best, _ = ops.argmax(unary, transition, lengths)
+        best, _ = ops.argmax(*with_ends(unary, transition), lengths)
     assert best.isinf().tolist() == [False, True, False]
 
 
@@ -249,7 +255,7 @@ def test_nan_is_loud_and_stays_alone(dtype: torch.dtype) -> None:
         assert torch.equal(mine[:1], reference)
     assert all(w[0].isfinite().all() for w in ours[4:])
     with backend("gpu"):
-        best, _ = ops.argmax(unary, transition, full(unary))
+        best, _ = ops.argmax(*with_ends(unary, transition), full(unary))
     assert best.isnan().tolist() == [False, True, True, True, True]
 
 
@@ -284,6 +290,24 @@ def test_real_sizes(batch: int, n: int, c: int, shared: bool, dtype: torch.dtype
     decodes(unary, transition, ragged(batch, n))
 
 
+def test_start_end_and_loss() -> None:
+    unary, transition = scores(3, 5, 4, torch.float64)
+    g = torch.Generator().manual_seed(2)
+    ends = torch.randn(2, 3, 4, generator=g, dtype=torch.float64).to(DEVICE)
+    tags = torch.randint(4, (3, 5), generator=g).to(DEVICE)
+    theta, lengths = [unary, transition, *ends], ragged(3, 5)
+    answers = []
+    for name in ("gpu", "naive"):
+        with backend(name):
+            first = ops.chain.gradient_op(theta, [lengths], "", SHANNON)
+            second = ops.chain.hvp_op(theta, theta, [lengths], "", SHANNON)
+            loss = ops.chain_loss.gradient_op(theta, [lengths, tags], "", SHANNON)
+            alone = ops.chain_loss.value_op(theta, [lengths, tags], "", SHANNON)
+            answers.append([*first, *second, *loss, alone])
+    for mine, reference in zip(*answers, strict=True):
+        close(mine, reference)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 def test_more_than_2_to_the_31_entries() -> None:
@@ -292,9 +316,8 @@ def test_more_than_2_to_the_31_entries() -> None:
         pytest.skip("needs a large device")
     unary, transition = scores(batch, n, c, torch.float32, one_for_all=True)
     with backend("gpu"):
-        together = ops.chain.gradient_op([unary, transition], [full(unary)], "", SHANNON)
-        alone = ops.chain.gradient_op(
-            [unary[-1:], transition[-1:]], [full(unary)[-1:]], "", SHANNON
-        )
+        together = ops.chain.gradient_op(with_ends(unary, transition), [full(unary)], "", SHANNON)
+        last = with_ends(unary[-1:], transition[-1:])
+        alone = ops.chain.gradient_op(last, [full(unary)[-1:]], "", SHANNON)
     for mine, reference in zip(together, alone, strict=True):
         assert torch.equal(mine[-1:], reference)

@@ -14,6 +14,11 @@ REPRESENTATIVES = {
     "chain-step/shannon",
     "chain-shared/gini",
     "hyperpath/shannon",
+    "dtw/shannon",
+    "dtw/gini",
+    "ctc/shannon",
+    "pcfg/shannon",
+    "pcfg-low-rank/shannon",
 }
 
 

@@ -126,12 +126,107 @@ def test_float32(omega):
 @pytest.mark.parametrize("omega", [Shannon(0.7), Tsallis(1.5, 0.8)], ids=str)
 def test_lists_longer_than_a_tile(omega, monkeypatch):
     """Several tiles of edges per node, of items per batch and of uses per part."""
-    from structmax.forest import gpu
+    from structmax.forest import gpu, gpu_items
 
     monkeypatch.setattr(gpu, "TILE", 8)
     monkeypatch.setattr(gpu, "ITEMS", 4)
+    monkeypatch.setattr(gpu_items, "STEPS", 0)  # programs share levels
     forest = random_forest(4, nodes=6, parts=3)
     check_smooth_queries(forest, *batch(forest, 4, items=5), omega)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles of 2 nodes × 16 edges, 8 × 4 and 32 × 1 where one program has an item to itself."""
+    from structmax.forest import gpu_items
+
+    for name, size in {"TILE": 32, "NARROW": 2, "PARTS": 4, "PADDING": 100}.items():
+        monkeypatch.setattr(gpu_items, name, size)
+    return gpu_items
+
+
+def check_gradient(forest, scores, goal, omega):
+    a, mu = gradient(forest, scores.to(DEVICE), goal.to(DEVICE), omega, "gpu")
+    assert a.dtype == mu.dtype == scores.dtype
+    for name in REFERENCES:
+        expected = gradient(forest, scores, goal, omega, name)
+        assert_close(a, expected[0], TOLERANCE[scores.dtype])
+        assert_close(mu, expected[1], TOLERANCE[scores.dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_items(dtype, small_tiles):
+    """One program per item: lists longer than a tile, all shapes of tiles, goals at all levels."""
+    shapes = set()
+    for seed in range(10, 13):
+        forest = random_forest(seed, nodes=40 if seed == 10 else 14)
+        scores, goal = batch(forest, seed, dtype, items=4)
+        goal[0] = seed - 10
+        check_gradient(forest, scores, goal, Shannon(0.7))
+        shapes |= set(small_tiles.cut(forest)[0][:, 6].tolist())
+        assert small_tiles.plan(forest, DEVICE) is not None
+    draw = ForestBuilder()
+    draw.nodes(40, np.arange(40))
+    forest = draw.build()
+    check_gradient(forest, torch.randn(2, 40, dtype=dtype), torch.tensor([3, 39]), Shannon())
+    shapes |= set(small_tiles.cut(forest)[0][:, 6].tolist())
+    assert shapes == {0, 1, 2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_items_of_charts(dtype, small_tiles):
+    """Where each part has one node, the gradient is written on the way down."""
+    forest = cky(7)
+    assert small_tiles.plan(forest, DEVICE).direct
+    scores, goal = batch(forest, 0, dtype, items=4)
+    goal = torch.tensor([forest.num_nodes - 1, forest.num_nodes - 3, 11, 2])
+    check_gradient(forest, scores, goal, Shannon(1.3))
+    check_gradient(forest, scores[:1].expand(4, -1), goal[:1].expand(4), Shannon())
+    check_gradient(forest, scores.t().contiguous().t(), goal, Shannon())
+
+
+def test_items_do_not_see_what_they_do_not_reach(small_tiles):
+    """NaN outside the goal's derivations, in the padding of lists too, changes no bit."""
+    random = np.random.default_rng(0)
+    draw = ForestBuilder()
+    for v in range(16):
+        draw.node(part=v)
+        for _ in range(0 if v < 3 else 1 + v % 3):
+            draw.edge(v, *random.integers(v // 2, v, size=2).tolist(), part=16 + v)
+    forest = draw.build()
+    goal, reached = 13, {13}
+    for v in range(13, -1, -1):
+        if v in reached:
+            reached |= {int(t) for e in range(forest.ptr[v], forest.ptr[v + 1])
+                        for t in (forest.tail1[e], forest.tail2[e]) if t < 16}  # fmt: skip
+    scores = torch.randn(1, 32, dtype=torch.float64)
+    outside = torch.tensor([v % 16 not in reached for v in range(32)])
+    goal = torch.tensor([goal], device=DEVICE)
+    clean, dirty = (torch.where(outside, fill, scores).to(DEVICE) for fill in (0.0, math.nan))
+    expected = gradient(forest, clean, goal, Shannon(), "gpu")
+    for got, wanted in zip(gradient(forest, dirty, goal, Shannon(), "gpu"), expected, strict=True):
+        assert torch.equal(got, wanted)
+    assert not expected[1][:, outside.to(DEVICE)].any()
+
+
+def test_items_have_the_same_bits_in_every_batch():
+    forest = random_forest(6, nodes=8)
+    scores, goal = (t.to(DEVICE) for t in batch(forest, 6, torch.float32, items=4))
+    whole = gradient(forest, scores, goal, Shannon(), "gpu")
+    for some in (slice(0, 1), slice(2, 4)):
+        part = gradient(forest, scores[some], goal[some], Shannon(), "gpu")
+        assert torch.equal(part[0], whole[0][some]) and torch.equal(part[1], whole[1][some])
+
+
+def test_items_are_left_to_many_programs():
+    """A few levels of very many edges are no work for one program."""
+    from structmax.forest import gpu_items
+
+    draw = ForestBuilder()
+    draw.nodes(2)
+    draw.edges(1, [0] * 100_000)
+    assert gpu_items.plan(draw.build(), DEVICE) is None
+    assert gpu_items.plan(cky(104), DEVICE) is not None
 
 
 def test_discrete_lists_longer_than_a_tile(monkeypatch):
@@ -313,16 +408,38 @@ class TestOnTheDevice:
     @pytest.mark.parametrize("narrow", [0, 16], ids=["launch per level", "one launch"])
     @pytest.mark.parametrize("omega", [Shannon(0.7), Tsallis(1.5, 0.8)], ids=str)
     def test_launches(self, narrow, omega, monkeypatch):
-        from structmax.forest import gpu
+        from structmax.forest import gpu, gpu_items
 
         monkeypatch.setattr(gpu, "NARROW", narrow)
+        monkeypatch.setattr(gpu_items, "STEPS", 0)
         forest = cky(20)
         scores = torch.randn(37, 400, dtype=torch.float64)
         goal = forest.num_nodes - 1 - torch.arange(37)
         check_smooth_queries(forest, scores, goal, omega)
         check_discrete_queries(forest, scores[:3], goal[:3])
 
-    def test_capture(self):
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+    def test_items_of_many_levels(self, dtype):
+        """One program per item walks hundreds of tiles; the bits are the same each time."""
+        forest = cky(70)
+        scores = torch.randn(40, 4900, dtype=dtype)
+        goal = forest.num_nodes - 1 - torch.arange(40) * 50
+        check_gradient(forest, scores, goal, Shannon(0.7))
+        here = scores.to(DEVICE), goal.to(DEVICE)
+        first = gradient(forest, *here, Shannon(), "gpu")
+        for _ in range(20):
+            again = gradient(forest, *here, Shannon(), "gpu")
+            assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+    def test_items_of_random_forests(self):
+        forest = random_forest(7, nodes=600, parts=300)
+        check_gradient(forest, *batch(forest, 7, torch.float64, items=200), Shannon())
+
+    @pytest.mark.parametrize("steps", [0, 32], ids=["shared levels", "a program per item"])
+    def test_capture(self, steps, monkeypatch):
+        from structmax.forest import gpu_items
+
+        monkeypatch.setattr(gpu_items, "STEPS", steps)
         forest = cky(20)
         scores = torch.randn(8, 400, device=DEVICE)
         goal = torch.full((8,), forest.num_nodes - 1, device=DEVICE)

@@ -311,27 +311,30 @@ def check_chain(omega: sx.Smoothing, **how) -> None:
 
     def run():
         chain = sx.LinearChain(**arguments, smoothing=omega, validate_args=False)
-        unary, transition = chain._parts()
-        random = torch.Generator().manual_seed(0)
-        v = [
-            torch.randn(t.shape, generator=random, dtype=f64).to(t.dtype)
-            for t in (unary, transition)
-        ]
-        args = [chain._lengths()], "", list(omega.code)
         if not chain._is_gibbs:
             return chain.log_partition(), *chain._value_and_gradient()[1]
-        value, *mu = dense.chain.gradient_op([unary, transition], *args)
-        assert torch.equal(value, dense.chain.value_op([unary, transition], *args))
-        w = dense.chain.hvp_op([unary, transition], v, *args)
-        return value, *mu, *w
+        parts = list(chain._dense_parts())
+        random = torch.Generator().manual_seed(0)
+        v = [torch.randn(t.shape, generator=random, dtype=f64).to(t.dtype) for t in parts]
+        lengths, rest = chain._lengths(), ("", list(omega.code))
+        value, *mu = dense.chain.gradient_op(parts, [lengths], *rest)
+        close(dense.chain.value_op(parts, [lengths], *rest), value, "value alone")
+        w = dense.chain.hvp_op(parts, v, [lengths], *rest)
+        n, c = chain.event_shape
+        tags = torch.randint(c, (*chain.batch_shape, n), generator=random)
+        loss, *difference = dense.chain_loss.gradient_op(parts, [lengths, tags], *rest)
+        close(dense.chain_loss.value_op(parts, [lengths, tags], *rest), loss, "loss alone")
+        return value, *mu, *w, loss, *difference
 
     ours, reference = run(), naively(run)
-    names = ["value", "unary marginals", "edge marginals", "unary product", "edge product"]
+    parts = ["unary", "transition", "start", "end"]
+    names = ["value", *[f"marginals of {p}" for p in parts], *[f"product of {p}" for p in parts]]
+    names += ["loss", *[f"loss in {p}" for p in parts]]
     hard = isinstance(omega, sx.Hard) and (like.ties or like.dtype == f32)  # any of the best
     for name, a, b in list(zip(names, ours, reference, strict=False))[: 1 if hard else None]:
         close(a, b, name)
     infeasible = ours[0] == -math.inf
-    assert not any(bool(t[infeasible].any()) for t in ours[1:])
+    assert not any(bool(t[infeasible].any()) for t in ours[1:9])
 
 
 @CASES

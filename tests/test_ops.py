@@ -71,13 +71,17 @@ def forest_case(kind: str = "shannon") -> Case:
     return Case(ops.forest, [theta], [goal], FOREST.key, CODES[kind])
 
 
-def chain_case(steps: bool) -> Case:
+def chain_case(steps: bool, loss: bool = False) -> Case:
     torch.manual_seed(0)
     unary, transition = torch.randn(3, 4, 3, dtype=f64), torch.randn(3, 3, 3, 3, dtype=f64)
     unary[1, 1, 0] = transition[0, 0, 0, 1] = -math.inf
     lengths = torch.tensor([4, 2, 3])
-    scores = [unary, transition if steps else transition[:, :1].contiguous()]
-    return Case(dense.chain, scores, [lengths], "", CODES["shannon"])
+    ends = torch.randn(2, 3, 3, dtype=f64)
+    scores = [unary, transition if steps else transition[:, :1].contiguous(), *ends]
+    if not loss:
+        return Case(dense.chain, scores, [lengths], "", CODES["shannon"])
+    tags = torch.tensor([[1, 0, 0, 2], [2, 1, 99, -1], [0, 0, 1, 7]])
+    return Case(dense.chain_loss, scores, [lengths, tags], "", CODES["shannon"])
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -87,6 +91,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "forest-hard": lambda: forest_case("hard"),
     "chain-shared": lambda: chain_case(False),
     "chain-step": lambda: chain_case(True),
+    "chain-loss": lambda: chain_case(False, loss=True),
 }
 SMOOTH = [name for name in CASES if name != "forest-hard"]
 
@@ -177,17 +182,20 @@ def test_vmap_of_grad(case: Case) -> None:
 def test_vmap_over_items(case: Case) -> None:
     """The batch of the op mapped away: constants are mapped too, scores in any dimension."""
 
-    def one(constant: Tensor, *scores: Tensor) -> Tensor:
-        return case.primitive.value(scores, [constant], case.key, case.omega)
+    constants = len(case.constants)
+
+    def one(*given: Tensor) -> Tensor:
+        scores = given[constants:]
+        return case.primitive.value(scores, given[:constants], case.key, case.omega)
 
     close(torch.func.vmap(one)(*case.constants, *case.scores), case.value(*case.scores))
     last = [s.movedim(0, -1) for s in case.scores]
-    dims = (0, *[-1] * len(last))
+    dims = (*[0] * constants, *[-1] * len(last))
     close(torch.func.vmap(one, dims)(*case.constants, *last), case.value(*case.scores))
-    fixed = (None, 0, *[None] * (len(last) - 1))
-    rest = [s[0] for s in case.scores[1:]]
-    expected = [one(case.constants[0][0], s, *rest) for s in case.scores[0]]
-    mapped = torch.func.vmap(one, fixed)(case.constants[0][0], case.scores[0], *rest)
+    fixed = (*[None] * constants, 0, *[None] * (len(last) - 1))
+    first, rest = [c[0] for c in case.constants], [s[0] for s in case.scores[1:]]
+    expected = [one(*first, s, *rest) for s in case.scores[0]]
+    mapped = torch.func.vmap(one, fixed)(*first, case.scores[0], *rest)
     close(mapped, torch.stack(expected))
 
 
@@ -272,7 +280,7 @@ def test_only_some_inputs_require_grad() -> None:
         scores = [s.clone().requires_grad_(j == i) for j, s in enumerate(case.scores)]
         (g,) = torch.autograd.grad(case.total(*scores), [scores[i]])
         close(g, expected[i])
-        first, second = case.marginals(*scores)
+        first, second, *_ = case.marginals(*scores)
         (g,) = torch.autograd.grad((first**2).sum() + (second**2).sum(), [scores[i]])
         assert bool(g.isfinite().all())
 
@@ -363,7 +371,9 @@ def test_expanded_inputs(case: Case) -> None:
     """One item expanded over a batch of two dimensions, gradients summed back."""
     one = [s[:1] for s in case.scores]
     constants = [c[:1] for c in case.constants]
-    wide = Case(case.primitive, one, [c.expand(4, 2) for c in constants], case.key, case.omega)
+    wide = Case(
+        case.primitive, one, [c.expand(4, 2, *c.shape[1:]) for c in constants], case.key, case.omega
+    )
     leaves = [s.clone().requires_grad_() for s in one]
     expanded = [s.expand(4, 2, *s.shape[1:]) for s in leaves]
     grads = torch.autograd.grad(wide.value(*expanded).sum(), leaves)

@@ -12,12 +12,14 @@ Memory per item is O(nodes + parts): the weight of an edge is recomputed from th
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from structmax.forest.products import ProductBlock
 from structmax.forest.topology import Forest, Ints
 from structmax.jit import exp, kernel, run_chunks
 from structmax.smoothing import HARD, SHANNON
@@ -546,11 +548,35 @@ def value(forest: Forest, scores: Tensor, goal: Tensor, code: Code) -> Tensor:
     out = torch.empty(len(scores), dtype=scores.dtype)
     theta, goals, a = _numpy(scores), _numpy(goal.int()), out.numpy()
 
-    def task(low: int, high: int) -> None:
-        a[low:high] = Block(forest, theta[low:high], goals[low:high], code).values()
+    def task(items: slice | NDArray) -> None:
+        a[items] = Block(forest, theta[items], goals[items], code).values()
 
-    run_chunks(task, len(scores), forest.num_edges, LANES)
+    def task_by_products(items: slice) -> NDArray:
+        block = ProductBlock(forest, theta[items], goals[items], code[1])
+        a[items] = block.values()
+        return block.left
+
+    _run(forest, len(scores), code, task, task_by_products)
     return out
+
+
+def _run(
+    forest: Forest,
+    items: int,
+    code: Code,
+    task: Callable[[slice | NDArray], None],
+    task_by_products: Callable[[slice], NDArray],
+) -> None:
+    """Runs a task over chunks of items; under Shannon by products, where they stay in range."""
+
+    def run(low: int, high: int) -> None:
+        if code[0] != SHANNON:
+            return task(slice(low, high))
+        left = task_by_products(slice(low, high))
+        if left.any():
+            task(low + np.flatnonzero(left))
+
+    run_chunks(run, items, forest.num_edges, LANES)
 
 
 def gradient(forest: Forest, scores: Tensor, goal: Tensor, code: Code) -> tuple[Tensor, Tensor]:
@@ -559,11 +585,16 @@ def gradient(forest: Forest, scores: Tensor, goal: Tensor, code: Code) -> tuple[
     mu = torch.empty_like(scores, memory_format=torch.contiguous_format)
     theta, goals, a, m = _numpy(scores), _numpy(goal.int()), value.numpy(), mu.numpy()
 
-    def task(low: int, high: int) -> None:
-        block = Block(forest, theta[low:high], goals[low:high], code)
-        a[low:high], m[low:high] = block.values(), block.gradient()
+    def task(items: slice | NDArray) -> None:
+        block = Block(forest, theta[items], goals[items], code)
+        a[items], m[items] = block.values(), block.gradient()
 
-    run_chunks(task, len(scores), forest.num_edges, LANES)
+    def task_by_products(items: slice) -> NDArray:
+        block = ProductBlock(forest, theta[items], goals[items], code[1])
+        a[items], m[items] = block.values(), block.gradient()
+        return block.left
+
+    _run(forest, len(scores), code, task, task_by_products)
     return value, mu
 
 

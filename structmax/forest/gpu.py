@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from structmax import smoothing
-from structmax.forest import naive
+from structmax.forest import gpu_items, naive
 from structmax.forest.topology import ByPart, Forest
 
 HARD, SHANNON = tl.constexpr(smoothing.HARD), tl.constexpr(smoothing.SHANNON)
@@ -677,15 +677,26 @@ BOTTOM_UP = (up, tangent_up)
 _HARD: Code = (smoothing.HARD, 1.0, 1.0)
 
 
+def plan_of(forest: Forest, scores: Tensor, code: Code) -> gpu_items.Plan | None:
+    """How one program per item goes about it; None where the programs here are to share levels."""
+    return gpu_items.plan(forest, scores.device) if code[0] == smoothing.SHANNON else None
+
+
 def value(forest: Forest, scores: Tensor, goal: Tensor, code: Code) -> Tensor:
     """A ``(B)`` for scores ``(B, P)``."""
     with torch.cuda.device_of(scores):
+        plan = plan_of(forest, scores, code)
+        if plan is not None:
+            return plan.run(scores, goal, code[1], down=False)[0]
         return Block(forest, scores, goal, code).values().to(scores.dtype)
 
 
 def gradient(forest: Forest, scores: Tensor, goal: Tensor, code: Code) -> tuple[Tensor, Tensor]:
     """A ``(B)`` and its gradient ``(B, P)``."""
     with torch.cuda.device_of(scores):
+        plan = plan_of(forest, scores, code)
+        if plan is not None:
+            return plan.run(scores, goal, code[1], down=True)
         block = Block(forest, scores, goal, code)
         return block.values().to(scores.dtype), block.expected_parts()
 

@@ -110,6 +110,20 @@ class Forest:
         return Levels(order, np.concatenate([[0], np.cumsum(count)]).astype(np.int32))
 
     @cached_property
+    def part_counts(self) -> Ints:
+        """``(v)``: the number of parts in a derivation of each node, −1 where it varies."""
+        from structmax.forest.products import count_parts
+
+        lists = (self.ptr, self.tail1, self.tail2, self.edge_part, self.node_part)
+        return count_parts(self.num_parts, *lists)
+
+    @cached_property
+    def used_parts(self) -> Ints:
+        """The parts that some node or edge carries, in order."""
+        both = np.concatenate([self.node_part, self.edge_part])
+        return np.flatnonzero(np.bincount(both, minlength=self.num_parts + 1)[:-1]).astype(np.int32)
+
+    @cached_property
     def max_degree(self) -> int:
         """D: the most incoming edges of a node."""
         return int(np.diff(self.ptr).max(initial=1))
@@ -168,6 +182,7 @@ class DeviceForest:
         self._forest, self.device = weakref.ref(forest), device
         self._tensors: dict[str, Tensor] = {}
         self.tables: Any = None  # the naive engine's level tables
+        self.items: Any = None  # the lists of the GPU's programs for one item
 
     def __getattr__(self, path: str) -> Tensor:
         """``view.head``, or ``view.levels_order`` for ``forest.levels.order``."""

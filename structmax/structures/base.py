@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.distributions import Distribution
 from torch.distributions.kl import register_kl
 
 from structmax.smoothing import Shannon, Smoothing
+from structmax.structures import checks
 
 
 class TopK(NamedTuple):
@@ -239,6 +240,36 @@ class Structure(Distribution):
         """γ of the smoothing."""
         return self.smoothing.gamma
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of z and of the marginals: that of the scores as they were given."""
+        first, _ = next(iter(self._tensors().values()))
+        return first.dtype
+
+    def _indicator(self, z: Tensor) -> Tensor:
+        """z as an indicator whose batch broadcasts with this one's, checked."""
+        if not isinstance(z, Tensor) or not (z.is_floating_point() or z.dtype == torch.bool):
+            z = self.encode(z)
+        event = len(self.event_shape)
+        if z.shape[z.dim() - event :] != self.event_shape:
+            raise ValueError(
+                f"{self._name}: z must be (..., {', '.join(map(str, self.event_shape))}), "
+                f"got {tuple(z.shape)}."
+            )
+        try:
+            batch = torch.broadcast_shapes(z.shape[: z.dim() - event], self.batch_shape)
+        except RuntimeError:
+            raise ValueError(
+                f"{self._name}: the batch of z {tuple(z.shape[: z.dim() - event])} does not "
+                f"broadcast with {tuple(self.batch_shape)}."
+            ) from None
+        z = z.expand(*batch, *self.event_shape)
+        return z if self._validate_args is False or not checks.can_look() else self._checked(z)
+
+    def _checked(self, z: Tensor) -> Tensor:
+        """z if it is an indicator of structures; the error names the item otherwise."""
+        return z
+
     # -- shape and place --------------------------------------------------------------------------
 
     @property
@@ -296,7 +327,7 @@ class Structure(Distribution):
 
     def __repr__(self) -> str:
         return (
-            f"{self._name}(batch_shape={tuple(self.batch_shape)}, "
+            f"{type(self).__name__}(batch_shape={tuple(self.batch_shape)}, "
             f"event_shape={tuple(self.event_shape)}, smoothing={self.smoothing})"
         )
 
@@ -312,6 +343,12 @@ class Structure(Distribution):
         """
         return query in cls.queries
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Queries that are not in ``queries`` raise, whatever the class inherits."""
+        super().__init_subclass__(**kwargs)
+        for query in Structure.queries - cls.queries:
+            setattr(cls, query, _refusal(query))
+
     def _intractable(self, query: str) -> IntractableError:
         advice = self.instead.get(query, "Use another structure.")
         return IntractableError(f"{self._name}.{query} is intractable. {advice}")
@@ -323,6 +360,14 @@ class Structure(Distribution):
                 f"{self._name}: both distributions must be over the same parts, got "
                 f"{tuple(self.event_shape)} and {other}."
             )
+
+
+def _refusal(query: str) -> Callable[..., NoReturn]:
+    def refuse(self: Structure, *args: Any, **kwargs: Any) -> NoReturn:
+        raise self._intractable(query)
+
+    refuse.__name__, refuse.__doc__ = query, "Intractable here; the error says what to use instead."
+    return refuse
 
 
 @register_kl(Structure, Structure)

@@ -102,6 +102,21 @@ def values(
             )
 
 
+def between(owner: str, what: str, given: dict[str, tuple[Tensor, int, int]]) -> None:
+    """Integers by name, each with the least and the largest they may be; looked at together."""
+    wrong = {name: (t < low) | (t > high) for name, (t, low, high) in given.items()}
+    if not bool(torch.stack([bad.any() for bad in wrong.values()]).any()):
+        return
+    for name, (tensor, low, high) in given.items():
+        if bool(wrong[name].any()):
+            item = tuple(wrong[name].nonzero()[0].tolist())
+            where = f" for item {_show(item)}" if item else ""
+            raise ValueError(
+                f"{owner}: {what}{name} must be between {low} and {high}, got "
+                f"{int(tensor[item])}{where}."
+            )
+
+
 def _may_be_bad(tensor: Tensor) -> Tensor:
     """Whether there is a NaN or +inf anywhere, padding included."""
     large = tensor.numel() >= 1 << 15

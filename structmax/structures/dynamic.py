@@ -65,6 +65,14 @@ class DynamicStructure(Structure):
             start += event.numel()
         return tuple(out)
 
+    def _width(self) -> int:
+        """How many of the forest's leading parts are primary."""
+        return self.event_shape.numel()
+
+    def _to_event(self, flat: Tensor, fill: float = 0.0) -> Tensor:
+        """Primary parts ``(..., *batch, width)`` as ``(..., *batch, *parts)``."""
+        return flat.unflatten(-1, self.event_shape)
+
     def _derivation_size(self) -> int:
         """The most nodes in a derivation."""
         return lookup(self._forest_key()).longest
@@ -118,12 +126,6 @@ class DynamicStructure(Structure):
         """Whether log_prob is (score − A)/γ; otherwise it is that of the walk."""
         return self.smoothing.code[0] == SHANNON
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of z and of the marginals: that of the scores as they were given."""
-        first, _ = next(iter(self._tensors().values()))
-        return first.dtype
-
     def log_partition(self) -> Tensor:
         kept = self.__dict__.get("_kept")
         return self._value() if kept is None else self._cached()[0]
@@ -147,10 +149,9 @@ class DynamicStructure(Structure):
 
     def argmax(self) -> Tensor:
         theta = self._pack(self._parts()).detach()
-        width = self.event_shape.numel()
-        value, z = ops.argmax(theta, self._goal(), self._forest_key(), width)
-        z = self._refuse_infeasible("argmax", value, z)
-        return z.unflatten(-1, self.event_shape).to(self.dtype)
+        value, z = ops.argmax(theta, self._goal(), self._forest_key(), self._width())
+        z = self._refuse_infeasible("argmax", value, self._to_event(z))
+        return z.to(self.dtype)
 
     def sample(
         self, sample_shape: Sequence[int] = (), generator: torch.Generator | None = None
@@ -167,19 +168,18 @@ class DynamicStructure(Structure):
             generator=generator,
         )
         key, code = self._forest_key(), list(self.smoothing.code)
-        z = ops.sample(theta, self._goal(), numbers, key, code, self.event_shape.numel())
+        z = self._to_event(ops.sample(theta, self._goal(), numbers, key, code, self._width()))
         return z.reshape(*shape, *self.batch_shape, *self.event_shape).to(self.dtype)
 
     def topk(self, k: int) -> TopK:
         if not isinstance(k, int) or k < 1:
             raise ValueError(f"{self._name}.topk: k must be at least 1, an integer, got {k!r}.")
         theta = self._pack(self._parts())
-        width = self.event_shape.numel()
-        scores, z = ops.kbest(theta.detach(), self._goal(), self._forest_key(), k, width)
-        z = z.unflatten(-1, self.event_shape).to(self.dtype)
+        scores, z = ops.kbest(theta.detach(), self._goal(), self._forest_key(), k, self._width())
+        at = len(self.batch_shape)
+        z = self._to_event(z.movedim(at, 0)).movedim(0, at).to(self.dtype)
         exists = scores > -math.inf
         if is_transforming([theta]):  # the same numbers, with a gradient
-            at = len(self.batch_shape)
             real = exists[(..., *[None] * len(self.event_shape))]
             safe = torch.where(real, z, z.narrow(at, 0, 1))
             again = self._score(safe.movedim(at, 0)).movedim(0, -1)
@@ -188,9 +188,8 @@ class DynamicStructure(Structure):
 
     def max_marginals(self) -> Tensor:
         theta = self._pack(self._parts()).detach()
-        width = self.event_shape.numel()
-        best = ops.max_marginals(theta, self._goal(), self._forest_key(), width)
-        return best.unflatten(-1, self.event_shape)
+        best = ops.max_marginals(theta, self._goal(), self._forest_key(), self._width())
+        return self._to_event(best, -math.inf)
 
     def mbr(self) -> Tensor:
         """The structure of least expected Hamming cost: argmax of ⟨μ, z⟩ over what is allowed.
@@ -209,30 +208,6 @@ class DynamicStructure(Structure):
 
     # -- scores and probabilities -----------------------------------------------------------------
 
-    def _indicator(self, z: Tensor) -> Tensor:
-        """z as an indicator whose batch broadcasts with this one's, checked."""
-        if not isinstance(z, Tensor) or not (z.is_floating_point() or z.dtype == torch.bool):
-            z = self.encode(z)
-        event = len(self.event_shape)
-        if z.shape[z.dim() - event :] != self.event_shape:
-            raise ValueError(
-                f"{self._name}: z must be (..., {', '.join(map(str, self.event_shape))}), "
-                f"got {tuple(z.shape)}."
-            )
-        try:
-            batch = torch.broadcast_shapes(z.shape[: z.dim() - event], self.batch_shape)
-        except RuntimeError:
-            raise ValueError(
-                f"{self._name}: the batch of z {tuple(z.shape[: z.dim() - event])} does not "
-                f"broadcast with {tuple(self.batch_shape)}."
-            ) from None
-        z = z.expand(*batch, *self.event_shape)
-        return z if self._validate_args is False or not checks.can_look() else self._checked(z)
-
-    def _checked(self, z: Tensor) -> Tensor:
-        """z if it is an indicator of structures; the error names the item otherwise."""
-        return z
-
     def _edge_use(self, z: Tensor) -> Tensor:
         """Which edges derive each z, ``(items, e)``: the unique best path through its parts."""
         forest = lookup(self._forest_key())
@@ -244,8 +219,8 @@ class DynamicStructure(Structure):
         theta = theta.reshape(batch.numel(), theta.shape[-1])
         goal = wide._goal().reshape(-1)
         use = naive.edge_visits(forest, naive.backpointers(forest, theta, Hard()), goal)
-        counts = counts_of_edges(forest, use)[..., : self.event_shape.numel()]
-        wrong = (counts != z.reshape(counts.shape).to(counts.dtype)).any(-1)
+        counts = counts_of_edges(forest, use)[:, : self._width()].reshape(*batch, self._width())
+        wrong = (wide._to_event(counts) != z).reshape(len(use), self.event_shape.numel()).any(-1)
         if self._validate_args and checks.can_look() and bool(wrong.any()):
             item = int(wrong.nonzero()[0])
             raise ValueError(f"{self._name}: z is not a structure (flattened item {item}).")
@@ -352,8 +327,10 @@ class DynamicStructure(Structure):
         edges = forest_of_edges(forest)
         log_q = self._backpointers().log()
         log_prob, use = ops.kbest(log_q, self._goal(), edges.key, k, forest.num_edges)
-        z = counts_of_edges(forest, use)[..., : self.event_shape.numel()]
-        return z.unflatten(-1, self.event_shape).to(self.dtype), log_prob.to(self._parts()[0].dtype)
+        at = len(self.batch_shape)
+        z = counts_of_edges(forest, use)[..., : self._width()].movedim(at, 0)
+        z = self._to_event(z).movedim(0, at)
+        return z.to(self.dtype), log_prob.to(self._parts()[0].dtype)
 
 
 def same_forest(one: str, other: str) -> bool:

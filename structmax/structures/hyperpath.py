@@ -106,7 +106,7 @@ class Hyperpath(DynamicStructure):
         return self.forest.longest
 
     def _replace_primary(self, scores: Tensor) -> Hyperpath:
-        return self._rebuild(scores=scores)
+        return self._rebuild(scores=scores, goal=self.goal)
 
     def _score(self, z: Tensor) -> Tensor:
         return dot(self._parts()[0], z.to(self._parts()[0].dtype), 1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -158,6 +159,16 @@ class LinearChain(DynamicStructure):
     def _options(self) -> dict[str, Any]:
         return {}
 
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> Self:
+        """The same structure with its batch expanded, without copying."""
+        if not self._steps_given:
+            return super().expand(batch_shape)
+        tensors = {  # all of them, since transitions are told from steps by their dimensions
+            name: t.expand(*batch_shape, *t.shape[t.dim() - d :])
+            for name, (t, d) in self._tensors().items()
+        }
+        return self._rebuild(**tensors)
+
     # -- scores -----------------------------------------------------------------------------------
 
     def _inside(self) -> Tensor:
@@ -187,9 +198,8 @@ class LinearChain(DynamicStructure):
         return dtype
 
     def _parts(self) -> tuple[Tensor, ...]:
-        n, c = self.event_shape
-        dtype = self._dtype_inside()
-        unary = self.unary.to(dtype).expand(*self.batch_shape, n, c)
+        unary, transition = self._main_parts()
+        dtype, c = unary.dtype, unary.shape[-1]
         if self.start is not None or self.end is not None:
             last = self._lengths() - 1
             ends = [(self.start, torch.zeros_like(last)), (self.end, last)]
@@ -199,6 +209,13 @@ class LinearChain(DynamicStructure):
             added = torch.stack([scores for scores, _ in given], -2)  # (*B, 1 or 2, c)
             position = torch.stack([at for _, at in given], -1)[..., None].expand_as(added)
             unary = unary.scatter_add(-2, position, added)
+        return unary, transition
+
+    def _main_parts(self) -> tuple[Tensor, Tensor]:
+        """The unary scores without start and end, and the transitions."""
+        n, c = self.event_shape
+        dtype = self._dtype_inside()
+        unary = self.unary.to(dtype).expand(*self.batch_shape, n, c)
         if not self._lengths_are_good:
             unary = (
                 unary + torch.where(self._bad_lengths(), math.nan, 0.0).to(dtype)[..., None, None]
@@ -268,21 +285,26 @@ class LinearChain(DynamicStructure):
 
     # -- dense kernels ----------------------------------------------------------------------------
 
+    def _dense_parts(self) -> tuple[Tensor, ...]:
+        """Unary, transition, start and end scores for the dense chain; empty ones are absent."""
+        dtype, given = self._dtype_inside(), (self.start, self.end)
+        ends = [self.unary.new_empty(0) if s is None else s for s in given]
+        return *self._main_parts(), *[s.to(dtype).expand(*self.batch_shape, -1) for s in ends]
+
     def _value(self) -> Tensor:
         if not self._is_gibbs:
             return super()._value()
-        return dense.chain.value(self._parts(), (self._lengths(),), "", self.smoothing.code)
+        return dense.chain.value(self._dense_parts(), (self._lengths(),), "", self.smoothing.code)
 
     def _value_and_gradient(self) -> tuple[Tensor, tuple[Tensor, ...]]:
         if not self._is_gibbs:
             return super()._value_and_gradient()
         args = (self._lengths(),), "", self.smoothing.code
-        value, *mu = dense.chain.value_and_gradient(self._parts(), *args)
-        return value, tuple(mu)
+        value, *mu = dense.chain.value_and_gradient(self._dense_parts(), *args)
+        return value, tuple(mu[:2])
 
     def _viterbi(self) -> tuple[Tensor, Tensor]:
-        unary, transition = (p.detach() for p in self._parts())
-        best, tags = dense.argmax(unary, transition, self._lengths())
+        best, tags = dense.argmax(*[p.detach() for p in self._dense_parts()], self._lengths())
         return best, tags
 
     def argmax(self) -> Tensor:
@@ -345,6 +367,19 @@ class LinearChain(DynamicStructure):
         if z.is_floating_point() or z.dtype == torch.bool:
             return super().score(z)
         return self._score_tags(self._checked_tags(z))
+
+    def log_prob(self, z: Tensor) -> Tensor:
+        """The log-probability of tags (integers) or of their indicator; see :class:`Structure`."""
+        if not isinstance(z, Tensor):
+            z = torch.as_tensor(z, device=self.unary.device)
+        if not self._is_gibbs or z.is_floating_point() or z.dtype == torch.bool:
+            return super().log_prob(z)
+        tags = self._checked_tags(z)
+        if tags.shape[:-1] != self.batch_shape or "_kept" in self.__dict__:
+            return super().log_prob(tags)
+        constants = self._lengths(), tags.long()
+        loss = dense.chain_loss.value(self._dense_parts(), constants, "", self.smoothing.code)
+        return -loss / self.smoothing.gamma
 
     def _score(self, z: Tensor) -> Tensor:
         return self._score_tags(z.to(torch.uint8).argmax(-1))

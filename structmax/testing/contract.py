@@ -8,6 +8,7 @@ most a few thousand structures. A batch, if any, is of items of one length.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import pickle
@@ -21,10 +22,11 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.distributions import kl_divergence
 
 from structmax.smoothing import SHANNON
-from structmax.structures.base import Structure
+from structmax.structures.base import IntractableError, Structure
 
 Factory = Callable[[], Structure]
 CHECKS: dict[str, Callable[[Factory], None]] = {}
+_needs: dict[str, tuple[str, ...]] = {}
 
 
 def check_structure(structure_factory: Factory, skip: tuple[str, ...] = ()) -> None:
@@ -50,9 +52,32 @@ def check_structure(structure_factory: Factory, skip: tuple[str, ...] = ()) -> N
                 raise AssertionError(f"contract check {name!r} failed: {error}") from error
 
 
-def _check(function: Callable[[Factory], None]) -> Callable[[Factory], None]:
-    CHECKS[function.__name__] = function
-    return function
+def applies(check: str, structure: Structure) -> bool:
+    """Whether a structure has the queries that a check needs; ``refusals`` sees to the others.
+
+    >>> import structmax as sx
+    >>> applies("marginals", sx.GridPath(torch.zeros(2, 2), moves="all"))
+    False
+    """
+    return all(structure.supports(query) for query in _needs[check])
+
+
+def _check(*queries: str) -> Callable[[Callable[[Factory], None]], Callable[[Factory], None]]:
+    """Registers a check that needs these queries, besides scores and an enumeration."""
+
+    def add(function: Callable[[Factory], None]) -> Callable[[Factory], None]:
+        name = function.__name__
+
+        @functools.wraps(function)
+        def run(factory: Factory) -> None:
+            if applies(name, _make(factory)):
+                function(factory)
+
+        CHECKS[name] = run
+        _needs[name] = ("score", "enumerate_support", *queries)
+        return run
+
+    return add
 
 
 def _make(factory: Factory, seed: int = 0) -> Structure:
@@ -98,7 +123,7 @@ def _with_scores(s: Structure, scores: Any) -> Structure:
 # -- answers -------------------------------------------------------------------------------------
 
 
-@_check
+@_check("log_prob")
 def log_prob(factory: Factory) -> None:
     """Probabilities sum to one; under Shannon they are those of Gibbs."""
     s = _make(factory)
@@ -110,7 +135,7 @@ def log_prob(factory: Factory) -> None:
         _close(p, (s.score(every) / s.temperature).log_softmax(0), "Gibbs probabilities")
 
 
-@_check
+@_check("log_partition")
 def log_partition(factory: Factory) -> None:
     """A is the smoothed maximum over structures: equal for Shannon, within bounds otherwise."""
     s = _make(factory)
@@ -124,7 +149,7 @@ def log_partition(factory: Factory) -> None:
         assert bool((value >= over - 1e-9).all()), "below maxΩ over structures"
 
 
-@_check
+@_check("marginals", "log_prob", "expected_cost")
 def marginals(factory: Factory) -> None:
     """The expectation of z, and the gradient of A."""
     s = _make(factory)
@@ -138,7 +163,7 @@ def marginals(factory: Factory) -> None:
     _close(s.expected_cost(costs), expected, "expected_cost")
 
 
-@_check
+@_check("argmax")
 def argmax(factory: Factory) -> None:
     """A structure, of the highest score (ties are legal)."""
     s = _make(factory)
@@ -150,7 +175,7 @@ def argmax(factory: Factory) -> None:
     _close(s.mode, z, "mode", 0)
 
 
-@_check
+@_check("mbr", "marginals")
 def mbr(factory: Factory) -> None:
     """A structure of the highest sum of marginals."""
     s = _make(factory)
@@ -160,7 +185,7 @@ def mbr(factory: Factory) -> None:
     _close(decoded, gain.amax(0), "minimum risk")
 
 
-@_check
+@_check("topk")
 def topk(factory: Factory) -> None:
     """The best scores in order, distinct structures, and a flag past the last one."""
     s = _make(factory)
@@ -183,7 +208,7 @@ def _head(s: Structure, count: int) -> tuple[slice, ...]:
     return (*[slice(None)] * len(s.batch_shape), slice(count))
 
 
-@_check
+@_check("max_marginals")
 def max_marginals(factory: Factory) -> None:
     """The best score among the structures that have each part."""
     s = _make(factory)
@@ -193,7 +218,7 @@ def max_marginals(factory: Factory) -> None:
     _close(s.max_marginals(), expected, "max_marginals")
 
 
-@_check
+@_check("entropy", "cross_entropy", "log_prob")
 def entropy(factory: Factory) -> None:
     """H, cross-entropy and KL, by enumeration."""
     p, q = _make(factory, 0), _make(factory, 1)
@@ -209,7 +234,7 @@ def entropy(factory: Factory) -> None:
     _close(kl_divergence(p, p), torch.zeros(p.batch_shape), "KL with itself")
 
 
-@_check
+@_check("sample", "log_prob")
 def sample(factory: Factory) -> None:
     """Frequencies by a χ² test at the level 1e-4, and the same draws from the same seed."""
     s = _make(factory)
@@ -242,7 +267,7 @@ def _chi_square(counts: Tensor, expected: Tensor) -> None:
     assert stats.chi2.sf(statistic, len(theory) - 1) > 1e-4, f"χ² = {statistic:.1f}"
 
 
-@_check
+@_check("ranked_support", "log_prob")
 def ranked_support(factory: Factory) -> None:
     """Every structure of non-zero probability, most likely first."""
     s = _make(factory)
@@ -256,7 +281,7 @@ def ranked_support(factory: Factory) -> None:
         assert bool((expected[..., rank + 1 :] == -math.inf).all()), "stopped early"
 
 
-@_check
+@_check("condition", "marginals", "log_partition")
 def condition(factory: Factory) -> None:
     """P(part) = exp((A with the part − A)/γ) under Shannon; excluded parts have no mass."""
     s = _make(factory)
@@ -266,7 +291,7 @@ def condition(factory: Factory) -> None:
         part = torch.zeros(s.event_shape, dtype=torch.bool)
         part[index] = True
         value = mu[(..., *index)]
-        if not bool(((value > 0) & (value < 1)).all()):
+        if not bool(((value > 0) & (value < 1 - 1e-9)).all()):  # certain, up to rounding
             continue
         out = s.condition(exclude=part)
         assert bool((out.marginals()[(..., *index)] == 0).all()), "an excluded part has mass"
@@ -283,10 +308,27 @@ def condition(factory: Factory) -> None:
         _close(kept.marginals()[(..., *index)], torch.ones(s.batch_shape), "included part")
 
 
+@_check()
+def refusals(factory: Factory) -> None:
+    """A query without an efficient algorithm raises an error that names what to use instead."""
+    s = _make(factory)
+    given = {"sample": ((2,),), "topk": (2,), "cross_entropy": (s,)}
+    for query in ("log_prob", "expected_cost"):
+        given[query] = (s.enumerate_support()[0],)
+    for query in sorted(Structure.queries - type(s).queries):
+        message = "it answers"
+        try:
+            getattr(s, query)(*given.get(query, ()))
+        except IntractableError as error:
+            message = str(error)
+        advice = s.instead.get(query)
+        assert advice and advice in message, f"{query} is not among the queries, but: {message}"
+
+
 # -- numbers -------------------------------------------------------------------------------------
 
 
-@_check
+@_check("condition", "argmax", "marginals", "log_partition", "log_prob", "entropy")
 def forbidden(factory: Factory) -> None:
     """−inf in the scores is exact: no mass, no NaN, at first and second order."""
     s = _make(factory)
@@ -320,10 +362,12 @@ def forbidden(factory: Factory) -> None:
     assert all(bool(g.isfinite().all()) for g in second), "second derivative is not finite"
 
 
-@_check
+@_check("condition", "argmax", "marginals", "log_partition", "sample")
 def infeasible(factory: Factory) -> None:
     """With every part forbidden: value −inf, zero gradient, and errors that say so."""
     s = _make(factory)
+    if bool((s.enumerate_support().flatten(len(s.batch_shape) + 1).sum(-1) == 0).any()):
+        return  # a structure without parts is always there
     nothing = s.condition(exclude=torch.ones(s.event_shape, dtype=torch.bool))
     assert bool((nothing.log_partition() == -math.inf).all())
     leaves = [t.requires_grad_() for t in _scores(nothing)]
@@ -341,7 +385,7 @@ def infeasible(factory: Factory) -> None:
         )
 
 
-@_check
+@_check("marginals", "log_partition")
 def shifts(factory: Factory) -> None:
     """Adding c to the primary scores moves A by r·c and nothing else."""
     s = _make(factory)
@@ -362,7 +406,7 @@ def shifts(factory: Factory) -> None:
             _close(gap, counts[0] * c, f"value at shift {c}", 1e-9 if tolerance < 1e-5 else 1e-6)
 
 
-@_check
+@_check("marginals", "log_prob")
 def extremes(factory: Factory) -> None:
     """Scores × 1e3 and × 1e-3 agree with enumeration."""
     for scale in (1e3, 1e-3):
@@ -374,7 +418,7 @@ def extremes(factory: Factory) -> None:
         _close(s.marginals(), (_event(s, p) * every).sum(0), f"marginals at scale {scale}", 1e-8)
 
 
-@_check
+@_check("argmax", "marginals", "log_partition", "sample")
 def dtypes(factory: Factory) -> None:
     """float32 agrees with float64; half precision computes in float32."""
     s = _make(factory)
@@ -389,7 +433,7 @@ def dtypes(factory: Factory) -> None:
         assert torch.equal(s.marginals(), _make(factory).marginals()), "autocast changed a result"
 
 
-@_check
+@_check("argmax", "marginals", "log_partition", "max_marginals", "entropy")
 def unused(factory: Factory) -> None:
     """What no structure uses may hold anything, NaN included."""
     s = _make(factory)
@@ -411,7 +455,7 @@ def unused(factory: Factory) -> None:
 # -- shape and place -----------------------------------------------------------------------------
 
 
-@_check
+@_check("argmax", "marginals", "log_partition", "max_marginals", "entropy", "sample", "topk")
 def batches(factory: Factory) -> None:
     """Indexing, expanding and iterating the batch; an empty batch."""
     s = _make(factory)
@@ -429,7 +473,7 @@ def batches(factory: Factory) -> None:
     assert none.topk(2).scores.shape == (0, *s.batch_shape, 2)
 
 
-@_check
+@_check("marginals", "sample", "topk", "entropy", "max_marginals")
 def copies(factory: Factory) -> None:
     """repr, pickle, deepcopy; decode and encode are inverse; inputs stay as they were."""
     s = _make(factory)
@@ -459,7 +503,7 @@ def _functions(s: Structure) -> tuple[Callable[..., Tensor], Callable[..., Tenso
     return value, mu
 
 
-@_check
+@_check("argmax", "marginals", "log_partition", "log_prob", "entropy", "topk")
 def gradients(factory: Factory) -> None:
     """gradcheck and gradgradcheck of value and marginals, entropy and log_prob."""
     s = _make(factory)
@@ -478,7 +522,7 @@ def gradients(factory: Factory) -> None:
         assert gradcheck(lambda *t: _with_scores(s, t).topk(2).scores, leaves, **fast)
 
 
-@_check
+@_check("marginals", "log_partition")
 def transforms(factory: Factory) -> None:
     """torch.func: grad, vmap of grad, jacrev twice, and forward mode."""
     s = _make(factory)
@@ -505,7 +549,7 @@ def transforms(factory: Factory) -> None:
     _close(slope, (expected[0] * direction).sum(), "jvp")
 
 
-@_check
+@_check("argmax", "marginals", "log_partition", "sample")
 def compile(factory: Factory) -> None:
     """torch.compile without a graph break, value and gradient."""
     s = _make(factory)

@@ -1,12 +1,14 @@
 """The dense chain on the CPU, compiled by numba: forward-backward with matrix-vector steps.
 
-A step works in exp space: with p = exp(α − max α) and E = exp(T − max T), the new sums are pᵀE, so
-the exponential of a transition is taken once and serves both directions. α and β stay in log space
-and float64, whatever the scores. Underflow can falsify a sum only if it is tiny and the scores of
-the step spread widely; an item where that happens is computed again in log space, term by term, so
-no spread of scores is too large.
+A step works in exp space: with p = P(yₜ₋₁ | the scores so far), E = exp(T − max T) and
+w = exp(u − max u), the new p is (pᵀE)·w over its sum, and A adds up the logarithms of those sums in
+float64. So the exponential of a score is taken once and serves both directions. What underflows can
+falsify a result only through a sum that is tiny; an item where a sum of float32 numbers is tiny is
+computed again in float64, and if that is not enough in log space, term by term, so no spread of
+scores is too large.
 
 Letters as in ``naive``: n positions, c tags, s steps of transitions (n − 1, or 1 if shared).
+Transitions, start and end have a batch dimension of 1 where all items share them.
 """
 
 from __future__ import annotations
@@ -18,11 +20,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from structmax.jit import exp, kernel, log, run_chunks
+from structmax.jit import exp, kernel, run_chunks
 
 INF = math.inf
 TINY = 1e-25  # far above the smallest float32, far below any sum that matters
-DEEP = math.log(TINY)
+# In float32 and float64: a sum above TINIES is right, since the terms lost to it are far smaller;
+# products of a number above SMALL and of exp(x) for x above LEAST are never lost.
+TINIES = (1e-30, 1e-290)
+SMALL = (1e-19, 1e-150)
+LEAST = (-43.0, -340.0)
 
 
 @kernel(fast=True, inner=True)
@@ -49,25 +55,33 @@ def exponentials(T, E, top, low):
 
 
 @kernel(inner=True)
-def relative(x, out):
-    """out = exp(x − m) in its dtype, and m, the largest of x (0 if all are −inf)."""
-    c = x.shape[0]
-    whole = c - c % 4
-    m0, m1, m2, m3 = -INF, -INF, -INF, -INF  # four at a time, since each waits for the one before
-    for i in range(0, whole, 4):
-        m0 = x[i] if x[i] > m0 else m0
-        m1 = x[i + 1] if x[i + 1] > m1 else m1
-        m2 = x[i + 2] if x[i + 2] > m2 else m2
-        m3 = x[i + 3] if x[i + 3] > m3 else m3
-    m = max(max(m0, m1), max(m2, m3))
-    for i in range(whole, c):
-        m = x[i] if x[i] > m else m
-    m = m if m > -INF else 0.0
-    for i in range(c):
-        out[i] = x[i] - m
-    for i in range(c):
-        out[i] = exp(out[i])
-    return m
+def position_weights(u, length, start, end, W, tops, clean):
+    """W = exp(x − m) for the scores x of each position, start and end included, and ``tops`` m.
+
+    ``clean (n)``: whether every weight of a position that is 0 stands for a score of −inf.
+    """
+    c, lowest = W.shape[1], W.dtype.type(-INF)
+    for t in range(length):
+        for j in range(c):
+            W[t, j] = u[t, j]
+    for j in range(c):
+        W[0, j] += start[j]
+        W[length - 1, j] += end[j]
+    least = W.dtype.type(-700.0 if W.itemsize == 8 else -86.0)
+    for t in range(length):
+        m = lowest
+        for j in range(c):
+            m = W[t, j] if W[t, j] > m else m
+        m = m if m > lowest else W.dtype.type(0)
+        lost = 0
+        for j in range(c):
+            x = W[t, j] - m
+            lost |= 1 if (x < least) & (x > lowest) else 0
+            W[t, j] = x
+        tops[t] = m
+        clean[t] = 1 - lost
+        for j in range(c):
+            W[t, j] = exp(W[t, j])
 
 
 @kernel(fast=True, inner=True)
@@ -96,76 +110,119 @@ def sums_from(E, p, total):
         total[i] = x
 
 
-@kernel(inner=True)
-def logs(total, x, least, shift, add, out):
-    """out = add + shift + log total, and whether that is right: no sum can have underflown.
+@kernel(fast=True, inner=True)
+def normalise(x, w, out, clean):
+    """out = x·w / S with S = Σ x·w, and S, which is NaN if a sum x may have lost a term.
 
-    The sums were of exp(x − max x) times numbers of at least exp(least), or 0.
+    It may if it is tiny, but for a zero where its terms are ``clean``: none of them is too small to
+    be told from 0. Also returns whether ``out`` is clean.
     """
-    safe = True
-    for j in range(total.shape[0]):
-        safe &= total[j] >= TINY
-        out[j] = add[j] + (shift + log(total[j]))
-    if safe:
-        return True
-    top, low = -INF, INF
-    for i in range(total.shape[0]):
-        top = max(top, x[i])
-        low = x[i] if low > x[i] > -INF else low
-    safe = low - top + least > DEEP or top == -INF  # then a 0 is 0, not too small a number
-    for j in range(total.shape[0]):
-        safe &= total[j] >= TINY or total[j] == 0
-        out[j] = out[j] if total[j] > 0 else -INF
-    return safe
+    tiny = x.dtype.type(TINIES[1] if x.itemsize == 8 else TINIES[0])
+    small = x.dtype.type(SMALL[1] if x.itemsize == 8 else SMALL[0])
+    mass, lost, dirty = out.dtype.type(0), 0, 0
+    for j in range(x.shape[0]):
+        lost |= 0 if (x[j] >= tiny) | ((clean > 0) & (x[j] == 0)) else 1
+        out[j] = x[j] * w[j]
+        mass += out[j]
+    scale = out.dtype.type(1) / mass
+    for j in range(x.shape[0]):
+        out[j] *= scale
+        dirty |= 1 if (out[j] < small) & (x[j] > 0) & (w[j] > 0) else 0
+    return np.float64(mass) if lost == 0 else np.nan, 1 - dirty
 
 
 @kernel(inner=True)
-def forward(u, T, length, alpha, P, E, peaks, total, spare, keep):
-    """P = exp(α − max α) at every position of one item; every E is kept too if asked.
+def forward(u, T, length, start, end, W, tops, clean, P, E, peaks, total, spare, fresh, keep):
+    """P = P(yₜ | the scores up to t) at every position of one item, and W, the weights there.
 
-    Of α itself, only the rows of the current and the last position are kept.
-
-    Returns A, NaN if the item must be computed in log space.
+    E is made anew if it is ``fresh``, and every one is kept if asked. Returns A, NaN if the item
+    must be computed in another way.
     """
-    c, shared = u.shape[1], T.shape[0] == 1
-    for j in range(c):
-        alpha[0, j] = u[0, j]
+    shared, least = T.shape[0] == 1, LEAST[1] if u.itemsize == 8 else LEAST[0]
+    position_weights(u, length, start, end, W, tops, clean)
+    for j in range(total.shape[0]):
+        total[j] = 1
+    offset = np.float64(tops[0])
+    # 1 as a literal would make numba compile what it is passed to once more; a length is at least 1
+    mass, kept = normalise(total, W[0], P[0], min(length, 1))
     for t in range(1, length):
         slot = t - 1 if keep and not shared else 0
-        if t == 1 or not shared:
+        if (t == 1 and fresh > 0) or not shared:
             peaks[slot, 0], peaks[slot, 1] = exponentials(
                 T[0 if shared else t - 1], E[slot], total, spare
             )
-        old, new = (t - 1) & 1, t & 1
-        shift = relative(alpha[old], P[t - 1]) + peaks[slot, 0]
+        if not mass > 0:
+            break
         sums_into(P[t - 1], E[slot], total)
-        if not logs(total, alpha[old], peaks[slot, 1], shift, u[t], alpha[new]):
-            return np.nan
-    m = relative(alpha[(length - 1) & 1], P[length - 1])
-    mass = 0.0
-    for j in range(c):
-        mass += P[length - 1, j]
-    return m + math.log(mass)
+        sure = clean[t - 1] * kept * int(peaks[slot, 1] > least)
+        step, kept = normalise(total, W[t], P[t], sure)
+        offset += tops[t] + peaks[slot, 0]
+        mass *= step
+        if not 1e-200 < mass < 1e200:
+            offset += math.log(mass) if mass > 0 else 0.0
+            mass = 1.0 if mass > 0 else mass
+    return offset + (math.log(mass) if mass > 0 else mass - INF)
 
 
 @kernel
-def values(low, high, U, TT, lengths, out, alpha, P, E, peaks, total, spare):
-    """A of the items low..high; NaN where log space is needed."""
+def values(
+    low, high, U, TT, starts, ends, lengths, out, W, tops, clean, P, E, peaks, total, spare
+):  # fmt: skip
+    """A of the items low..high; NaN where it must be computed in another way."""
+    fresh = min(high - low, 1)  # whether E is still to be made
     for b in range(low, high):
-        T = TT[b if TT.shape[0] > 1 else 0]
-        out[b] = forward(U[b], T, lengths[b], alpha, P, E, peaks, total, spare, False)
+        out[b] = forward(
+            U[b], TT[b % TT.shape[0]], lengths[b], starts[b % starts.shape[0]],
+            ends[b % ends.shape[0]], W, tops, clean, P, E, peaks, total, spare, fresh, False,
+        )  # fmt: skip
+        fresh *= int(TT.shape[0] > 1 or lengths[b] == 1)
+
+
+@kernel
+def subtract_scores(U, TT, starts, ends, lengths, tags, out):
+    """A becomes A − ⟨θ, z⟩; NaN where a tag is none."""
+    for b in range(U.shape[0]):
+        u, T, length = U[b], TT[b % TT.shape[0]], lengths[b]
+        total = 0.0
+        for t in range(length):
+            if not 0 <= tags[b, t] < U.shape[2]:
+                total = np.nan
+                break
+            total += u[t, tags[b, t]]
+            if t > 0:
+                total += T[0 if T.shape[0] == 1 else t - 1, tags[b, t - 1], tags[b, t]]
+            else:
+                total += starts[b % starts.shape[0], tags[b, t]]
+            if t == length - 1:
+                total += ends[b % ends.shape[0], tags[b, t]]
+        out[b] -= total
+
+
+@kernel
+def subtract_tags(lengths, tags, out, MU, MT):
+    """μ becomes μ − z."""
+    for b in range(len(lengths)):
+        for t in range(lengths[b] if out[b] == out[b] else 0):
+            MU[b, t, tags[b, t]] -= 1
+            if t > 0:
+                MT[b, 0 if MT.shape[1] == 1 else t - 1, tags[b, t - 1], tags[b, t]] -= 1
 
 
 @kernel(fast=True, inner=True)
-def weigh(p, total, mu):
-    """μ_i = p_i total_i / S and p becomes p / S, with S their sum, which is returned."""
-    mass = p[0] * total[0]
-    for i in range(1, p.shape[0]):
+def weigh(p, total, mu, clean):
+    """μ_i = p_i total_i / S and p becomes p / S, with S their sum, which is returned.
+
+    NaN if a total may have lost a term, see ``normalise``.
+    """
+    tiny = total.dtype.type(TINIES[1] if total.itemsize == 8 else TINIES[0])
+    mass, lost = p.dtype.type(0), 0
+    for i in range(p.shape[0]):
+        lost |= 0 if (total[i] >= tiny) | ((clean > 0) & (total[i] == 0)) else 1
         mass += p[i] * total[i]
     for i in range(p.shape[0]):
         p[i] /= mass
         mu[i] = p[i] * total[i]
-    return mass
+    return mass if (lost == 0) & (mass >= tiny) else p.dtype.type(np.nan)
 
 
 @kernel(fast=True, inner=True)
@@ -202,44 +259,48 @@ def sum_of_outer(P, R, steps, E, block, out):
 
 @kernel
 def gradients(
-    low, high, U, TT, lengths, out, MU, MT,
-    alpha, P, E, peaks, total, spare, R, block, beta, after,
+    low, high, U, TT, starts, ends, lengths, out, MU, MT,
+    W, tops, clean, P, E, peaks, total, spare, R, block, transposed,
 ):  # fmt: skip
-    """A and its gradient for the items low..high; A is NaN where log space is needed.
+    """A and its gradient for the items low..high; A is NaN where another way is needed.
 
     MU and MT come in as zeros. Marginals are normalised at every position, so that rounding does
     not pile up along a chain.
     """
     c, steps = U.shape[2], MT.shape[1]
+    least = LEAST[1] if U.itemsize == 8 else LEAST[0]
+    fresh = min(high - low, 1)  # whether E is still to be made
     for b in range(low, high):
-        u, T, length = U[b], TT[b if TT.shape[0] > 1 else 0], lengths[b]
-        out[b] = forward(u, T, length, alpha, P, E, peaks, total, spare, True)
+        T, length = TT[b % TT.shape[0]], lengths[b]
+        out[b] = forward(
+            U[b], T, length, starts[b % starts.shape[0]], ends[b % ends.shape[0]],
+            W, tops, clean, P, E, peaks, total, spare, fresh, True,
+        )  # fmt: skip
+        if fresh > 0 and steps == 1 and length > 1:  # rows of the transpose are summed in registers
+            for i in range(c):
+                for j in range(c):
+                    transposed[j, i] = E[0, i, j]
+        fresh *= int(TT.shape[0] > 1 or length == 1)
         if not out[b] > -INF:
             continue
         for i in range(c):
-            beta[i] = 0.0
             total[i] = 1
-            if steps == 1 and length > 1:  # rows of the transpose are summed without reductions
-                for j in range(c):
-                    block[j, i] = E[0, i, j]
-        weigh(P[length - 1], total, MU[b, length - 1])
+        sure = min(length, 1)
+        weigh(P[length - 1], total, MU[b, length - 1], sure)
         for t in range(length - 2, -1, -1):
-            for j in range(c):
-                after[j] = u[t + 1, j] + beta[j]
-                spare[j] = 0
-            m = relative(after, R[t])
+            slot = t if steps > 1 else 0
+            _, kept = normalise(total, W[t + 1], R[t], sure)
             if steps == 1:
-                sums_into(R[t], block, total)
+                sums_into(R[t], transposed, total)
             else:
                 sums_from(E[t], R[t], total)
-            slot = t if steps > 1 else 0
-            right = logs(total, after, peaks[slot, 1], m + peaks[slot, 0], spare, beta)
-            if not (right and weigh(P[t], total, MU[b, t]) >= TINY):
+            sure = clean[t + 1] * kept * int(peaks[slot, 1] > least)
+            if not weigh(P[t], total, MU[b, t], sure) > 0:
                 out[b] = np.nan
                 break
             if steps > 1:
                 outer(P[t], E[t], R[t], MT[b, t])
-        if steps == 1 and length > 1:
+        if steps == 1 and length > 1 and out[b] == out[b]:
             for t in range(length - 1, length + 6):
                 for j in range(c):
                     P[t, j] = R[t, j] = 0
@@ -260,24 +321,28 @@ def log_sum_exp(x):
 
 
 @kernel
-def gradients_in_logs(items, U, TT, lengths, out, MU, MT):
+def gradients_in_logs(items, U, TT, starts, ends, lengths, out, MU, MT):
     """The same for some items, term by term in log space: for any spread, and NaN stays NaN."""
     n, c = U.shape[1:]
     alpha, beta, after, scratch = np.empty((n, c)), np.empty(c), np.empty(c), np.empty(c)
     for b in items:
-        u, T, length = U[b], TT[b if TT.shape[0] > 1 else 0], lengths[b]
+        u, T, length = U[b], TT[b % TT.shape[0]], lengths[b]
+        start, end = starts[b % starts.shape[0]], ends[b % ends.shape[0]]
         MU[b] = 0
         MT[b] = 0
-        alpha[0] = u[0]
+        for j in range(c):
+            alpha[0, j] = u[0, j] + start[j]
         for t in range(1, length):
             for j in range(c):
                 for i in range(c):
                     scratch[i] = alpha[t - 1, i] + T[0 if T.shape[0] == 1 else t - 1, i, j]
                 alpha[t, j] = u[t, j] + log_sum_exp(scratch)
-        out[b] = log_sum_exp(alpha[length - 1])
+        for j in range(c):
+            beta[j] = end[j]
+            scratch[j] = alpha[length - 1, j] + end[j]
+        out[b] = log_sum_exp(scratch)
         if out[b] == -INF:
             continue
-        beta[:] = 0.0
         for t in range(length - 1, -1, -1):
             step = 0 if T.shape[0] == 1 else t
             if t < length - 1:
@@ -295,6 +360,28 @@ def gradients_in_logs(items, U, TT, lengths, out, MU, MT):
                 for j in range(c if t < length - 1 else 0):
                     edge = math.exp(alpha[t, i] + T[step, i, j] + after[j] - a)
                     MT[b, t if MT.shape[1] > 1 else 0, i, j] += edge
+
+
+@kernel(inner=True)
+def relative(x, out):
+    """out = exp(x − m) in its dtype, and m, the largest of x (0 if all are −inf)."""
+    c = x.shape[0]
+    whole = c - c % 4
+    m0, m1, m2, m3 = x[0], x[0], x[0], x[0]  # four at a time, since each waits for the one before
+    for i in range(0, whole, 4):
+        m0 = x[i] if x[i] > m0 else m0
+        m1 = x[i + 1] if x[i + 1] > m1 else m1
+        m2 = x[i + 2] if x[i + 2] > m2 else m2
+        m3 = x[i + 3] if x[i + 3] > m3 else m3
+    m = max(max(m0, m1), max(m2, m3))
+    for i in range(whole, c):
+        m = x[i] if x[i] > m else m
+    m = m if m > -INF else x.dtype.type(0)
+    for i in range(c):
+        out[i] = x[i] - m
+    for i in range(c):
+        out[i] = exp(out[i])
+    return np.float64(m)
 
 
 @kernel
@@ -432,7 +519,7 @@ def mean_change(q, d_edge, d_after):
 
 
 @kernel
-def viterbi(low, high, U, TT, lengths, best, tags):
+def viterbi(low, high, U, TT, starts, ends, lengths, best, tags):
     """Best scores and tags of the items low..high; ties go to the first tag, NaN shows in best.
 
     Scores are kept relative to the best of each position; backpointers are found again on the way
@@ -441,14 +528,17 @@ def viterbi(low, high, U, TT, lengths, best, tags):
     n, c = U.shape[1:]
     a, new = np.empty((n, c), U.dtype), np.empty(c, U.dtype)
     for b in range(low, high):
-        u, T, length = U[b], TT[b if TT.shape[0] > 1 else 0], lengths[b]
+        u, T, length = U[b], TT[b % TT.shape[0]], lengths[b]
+        start, end = starts[b % starts.shape[0]], ends[b % ends.shape[0]]
         used = 1 if T.shape[0] == 1 and length > 1 else length - 1
         shift = 0.0
         for t in range(length):
             if t == 0:
-                new[:] = 0
+                new[:] = start
             else:
                 best_into(a[t - 1], T[0 if T.shape[0] == 1 else t - 1], new)
+            if t == length - 1:
+                new += end
             top = new.dtype.type(-INF)
             for j in range(c):
                 a[t, j] = u[t, j] + new[j]
@@ -464,6 +554,9 @@ def viterbi(low, high, U, TT, lengths, best, tags):
         best[b] = top + shift
         if has_nan(u[:length]) or has_nan(T[:used].reshape(used * c, c)):
             best[b] = np.nan
+        for j in range(c):
+            if start[j] != start[j] or end[j] != end[j]:
+                best[b] = np.nan
         for t in range(n - 1, -1, -1):
             tags[b, t] = tag if t < length else -1
             if 0 < t < length:
@@ -517,76 +610,124 @@ def _work(unary: Tensor) -> int:
     return unary.shape[1] * unary.shape[2] * unary.shape[2]
 
 
-def _inputs(unary: Tensor, transition: Tensor, lengths: Tensor) -> tuple[NDArray, ...]:
+def _inputs(
+    unary: Tensor, transition: Tensor, start: Tensor, end: Tensor, lengths: Tensor
+) -> tuple[NDArray, ...]:
     u = unary.detach().contiguous().numpy()
-    T = _array(transition.to(unary.dtype))
+    T, first, last = (_array(t.to(unary.dtype)) for t in (transition, start, end))
+    none = np.zeros((1, u.shape[2]), u.dtype)
+    first, last = (x if x.shape[1] else none for x in (first, last))
     if T.shape[1] == 0:  # a single position has no steps
         T = np.zeros((1, 1, u.shape[2], u.shape[2]), u.dtype)
-    return u, T, lengths.detach().to(torch.int64).contiguous().numpy()
+    return u, T, first, last, _integers(lengths)
 
 
 def _forward_space(u: NDArray, steps: int) -> tuple[NDArray, ...]:
-    """Room for α, P, E, peaks and two rows; kernels that allocate nothing compile sooner."""
+    """Room for all that ``forward`` makes; kernels that allocate nothing compile sooner."""
     n, c = u.shape[1:]
     slots = max(1, steps)
-    alpha, P, E = np.empty((2, c)), np.empty((n + 7, c), u.dtype), np.empty((slots, c, c), u.dtype)
-    return alpha, P, E, np.empty((slots, 2)), np.empty(c, u.dtype), np.empty(c, u.dtype)
+    W, P, E = (np.empty(shape, u.dtype) for shape in ((n, c), (n + 7, c), (slots, c, c)))
+    tops, clean, rows = np.empty(n, u.dtype), np.empty(n, np.int64), np.empty((2, c), u.dtype)
+    return W, tops, clean, P, E, np.empty((slots, 2)), rows[0], rows[1]
 
 
-def value(unary: Tensor, transition: Tensor, lengths: Tensor) -> Tensor:
-    """A ``(B)``."""
-    out = unary.new_empty(len(unary))
-    inputs, a = _inputs(unary, transition, lengths), out.numpy()
+def value(
+    unary: Tensor,
+    transition: Tensor,
+    start: Tensor,
+    end: Tensor,
+    lengths: Tensor,
+    tags: Tensor | None = None,
+) -> Tensor:
+    """A ``(B)``, or A − ⟨θ, z⟩ of tags ``(B, n)``."""
+    inputs = _inputs(unary, transition, start, end, lengths)
+    a = np.empty(len(unary))
 
     def task(low: int, high: int) -> None:
         values(low, high, *inputs, a, *_forward_space(inputs[0], 1))
 
     run_chunks(task, len(unary), _work(unary))
-    if np.isnan(a).any():
-        mu, edges = (unary.new_empty(t.shape).numpy() for t in (unary, transition))
-        _finish_in_logs(np.flatnonzero(np.isnan(a)), inputs, (a, mu, edges))
-    return out
+    left = np.isnan(a)
+    if left.any():
+        a[left] = _again(_of_items(left, inputs), transition.shape[1])[0]
+    if tags is not None:
+        subtract_scores(*inputs, _integers(tags), a)
+    return torch.from_numpy(a.astype(inputs[0].dtype))
 
 
-def gradient(unary: Tensor, transition: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A and its gradient in the unary and the transition scores (per item)."""
-    inputs = _inputs(unary, transition, lengths)
-    u, _, sizes = inputs
+def gradient(
+    unary: Tensor,
+    transition: Tensor,
+    start: Tensor,
+    end: Tensor,
+    lengths: Tensor,
+    tags: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """The same, and its gradient in unary, transition (per item), start and end scores."""
+    inputs = _inputs(unary, transition, start, end, lengths)
+    a, mu, edges = _gradient(inputs, transition.shape[1])
+    sizes = inputs[-1]
+    if tags is not None:
+        subtract_scores(*inputs, _integers(tags), a)
+        subtract_tags(sizes, _integers(tags), a, mu, edges)
+    first = mu[:, 0, : start.shape[1]].copy()
+    last = mu[np.arange(len(mu)), sizes - 1, : end.shape[1]]
+    return tuple(torch.from_numpy(x) for x in (a.astype(mu.dtype), mu, edges, first, last))
+
+
+def _gradient(inputs: tuple[NDArray, ...], steps: int) -> tuple[NDArray, ...]:
+    """A in float64 and its gradient in the dtype of the scores."""
+    u, lengths = inputs[0], inputs[-1]
+    (B, n, c), dtype = u.shape, u.dtype
     # the kernel writes no padding; numpy's zeros, unlike torch's, wake no other threads
-    new = np.empty if transition.shape[1] > 1 and (sizes == u.shape[1]).all() else np.zeros
-    outputs = (np.empty(len(u), u.dtype), new(u.shape, u.dtype), new(transition.shape, u.dtype))
+    new = np.empty if steps > 1 and (lengths == n).all() else np.zeros
+    outputs = np.empty(B), new((B, n, c), dtype), new((B, steps, c, c), dtype)
 
     def task(low: int, high: int) -> None:
-        c, forward_space = u.shape[2], _forward_space(u, transition.shape[1])
-        R, block = np.empty_like(forward_space[1]), np.empty((c, c), u.dtype)
-        space = (*forward_space, R, block, np.empty(c), np.empty(c))
-        gradients(low, high, *inputs, *outputs, *space)
+        R, (block, transposed) = np.empty((n + 7, c), dtype), np.empty((2, c, c), dtype)
+        gradients(low, high, *inputs, *outputs, *_forward_space(u, steps), R, block, transposed)
 
-    run_chunks(task, len(unary), 2 * _work(unary))
+    run_chunks(task, B, 2 * n * c * c)
     left = ~(outputs[0] > -np.inf)
     if left.any():
-        _finish_in_logs(np.flatnonzero(left), inputs, outputs)
-    a, mu, edges = (torch.from_numpy(x) for x in outputs)
-    return a, mu, edges
+        again = _again(_of_items(left, inputs), steps)
+        for x, y in zip(outputs, again, strict=True):
+            x[left] = y
+    return outputs
 
 
-def _finish_in_logs(
-    items: NDArray, inputs: tuple[NDArray, ...], outputs: tuple[NDArray, ...]
-) -> None:
+def _again(inputs: tuple[NDArray, ...], steps: int) -> tuple[NDArray, ...]:
+    """The same where it did not work: in float64, or if it was in float64, in log space."""
+    u = inputs[0]
+    if u.dtype == np.float32:
+        wide = tuple(x.astype(np.float64) if x.dtype == u.dtype else x for x in inputs)
+        return _gradient(wide, steps)
+    (B, n, c), items = u.shape, np.arange(len(u))
+    outputs = np.empty(B), np.empty((B, n, c)), np.empty((B, steps, c, c))
+
     def task(low: int, high: int) -> None:
         gradients_in_logs(items[low:high], *inputs, *outputs)
 
-    n, c = inputs[0].shape[1:]
-    run_chunks(task, len(items), 10 * n * c * c)
+    run_chunks(task, B, 10 * n * c * c)
+    return outputs
+
+
+def _of_items(chosen: NDArray, inputs: tuple[NDArray, ...]) -> tuple[NDArray, ...]:
+    return tuple(x[chosen] if len(x) == len(chosen) else x for x in inputs)
+
+
+def _integers(tensor: Tensor) -> NDArray:
+    return tensor.detach().to(torch.int64).contiguous().numpy()
 
 
 def hvp(
     unary: Tensor, transition: Tensor, v_unary: Tensor, v_transition: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The Hessian of A times the direction (v_unary, v_transition)."""
+    """The Hessian of A times the direction (v_unary, v_transition), start and end included."""
     w, w_edges = unary.new_zeros(unary.shape), unary.new_zeros(transition.shape)
-    u, T, sizes = _inputs(unary, transition, lengths)
-    _, dT, _ = _inputs(unary, v_transition, lengths)
+    none = unary.new_empty(1, 0)
+    u, T, _, _, sizes = _inputs(unary, transition, none, none, lengths)
+    dT = _inputs(unary, v_transition, none, none, lengths)[1]
     du = v_unary.detach().contiguous().numpy()
     outputs = (w.numpy(), w_edges.numpy())
 
@@ -597,10 +738,13 @@ def hvp(
     return w, w_edges
 
 
-def argmax(unary: Tensor, transition: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def argmax(
+    unary: Tensor, transition: Tensor, start: Tensor, end: Tensor, lengths: Tensor
+) -> tuple[Tensor, Tensor]:
     """The best score ``(B)`` and its tags ``(B, n)``, −1 in the padding."""
     best = unary.new_empty(len(unary))
     tags = torch.empty(unary.shape[:2], dtype=torch.int64)
-    inputs, outputs = _inputs(unary, transition, lengths), (best.numpy(), tags.numpy())
+    inputs = _inputs(unary, transition, start, end, lengths)
+    outputs = (best.numpy(), tags.numpy())
     run_chunks(lambda i, j: viterbi(i, j, *inputs, *outputs), len(unary), _work(unary))
     return best, tags

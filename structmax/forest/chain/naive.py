@@ -33,6 +33,33 @@ def value(
     return omega.max(alpha).to(unary.dtype)
 
 
+def fold(unary: Tensor, start: Tensor, end: Tensor, lengths: Tensor) -> Tensor:
+    """``unary`` with start and end ``(B, c)`` added at the first and the last position.
+
+    Either may be absent, ``(B, 0)``.
+    """
+    last = (lengths.long() - 1)[:, None, None].expand(-1, 1, unary.shape[-1])
+    pairs = [(start, torch.zeros_like(last)), (end, last)]
+    given = [(scores, place) for scores, place in pairs if scores.shape[-1]]
+    if not given:
+        return unary
+    added, places = (torch.stack(column, 1) for column in zip(*given, strict=True))
+    return unary.scatter_add(1, places.squeeze(2), added)
+
+
+def score(unary: Tensor, transition: Tensor, lengths: Tensor, tags: Tensor) -> Tensor:
+    """The score ``(B)`` of tags ``(B, n)``; what stands in the padding does not matter."""
+    c = unary.shape[-1]
+    inside = torch.arange(unary.shape[1], device=unary.device) < lengths[:, None]
+    tags = torch.where(inside, tags, 0)
+    own = unary.gather(-1, tags[..., None]).squeeze(-1)
+    pair = tags[:, :-1] * c + tags[:, 1:]  # (B, n − 1)
+    between = transition.flatten(-2).expand(-1, pair.shape[1], -1)
+    between = between.gather(-1, pair[..., None]).squeeze(-1)
+    own, between = torch.where(inside, own, 0.0), torch.where(inside[:, 1:], between, 0.0)
+    return own.sum(-1) + between.sum(-1)
+
+
 def argmax(unary: Tensor, transition: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """The best score ``(B)`` and its tags ``(B, n)``, −1 in the padding."""
     with torch.enable_grad():

@@ -1,8 +1,10 @@
-"""The dense chain as torch functions: a differentiable primitive (Shannon) and Viterbi.
+"""The dense chain as torch functions: two differentiable primitives (Shannon) and Viterbi.
 
-Scores: ``unary (*batch, n, c)`` and ``transition (*batch, s, c, c)``, s ∈ {1, n − 1}; constant:
-``lengths (*batch)``. The kernels know γ = 1 only: γ·A(θ/γ) has gradient μ(θ/γ) and Hessian
-∇²A(θ/γ)/γ.
+``chain`` is A(θ); ``chain_loss`` is A(θ) − ⟨θ, z⟩ for the z of some tags, which is convex too, with
+gradient μ − z and the same Hessian. Scores: ``unary (*batch, n, c)``, ``transition (*batch, s, c,
+c)`` with s ∈ {1, n − 1}, ``start`` and ``end (*batch, c)``, or ``(*batch, 0)`` for none; constants:
+``lengths (*batch)`` and ``tags (*batch, n)``. The kernels know γ = 1 only: γ·A(θ/γ) has gradient
+μ(θ/γ) and Hessian ∇²A(θ/γ)/γ.
 """
 
 from __future__ import annotations
@@ -47,48 +49,94 @@ def _scaled(tensors: Tensors, gamma: float) -> list[Tensor]:
 
 
 def _naive(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
-    return naive.value(scores[0], scores[1], constants[0], from_code(omega))
+    unary, transition, start, end = scores
+    unary = naive.fold(unary, start, end, constants[0])
+    value = naive.value(unary, transition, constants[0], from_code(omega))
+    return value if len(constants) == 1 else value - naive.score(unary, transition, *constants)
+
+
+def _folded(scores: Tensors, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    unary, transition, start, end = scores
+    return naive.fold(unary, start, end, lengths), transition
+
+
+def _spread(
+    unary: Tensor, transition: Tensor, start: Tensor, end: Tensor, lengths: Tensor
+) -> list[Tensor]:
+    """What the four scores receive where the folded ones receive ``unary`` and ``transition``."""
+    last = (lengths.long() - 1)[:, None, None].expand(-1, 1, unary.shape[-1])
+    first = unary[:, 0].clone() if start.shape[-1] else torch.empty_like(start)
+    final = unary.gather(1, last).squeeze(1) if end.shape[-1] else torch.empty_like(end)
+    return [unary, transition, first, final]
 
 
 def _value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
-    gamma = omega[1]
-    value = _engine(scores[0]).value(*_scaled(scores, gamma), constants[0])
+    gamma, theta = omega[1], _scaled(scores, omega[1])
+    if _backend(scores[0]) == "cpu":
+        value = _engine(scores[0]).value(*theta, *constants)
+    else:
+        folded = _folded(theta, constants[0])
+        value = _engine(scores[0]).value(*folded, constants[0])
+        value = value if len(constants) == 1 else value - naive.score(*folded, *constants)
     return value if gamma == 1.0 else (gamma * value).to(scores[0].dtype)
 
 
 def _gradient(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> list[Tensor]:
-    gamma = omega[1]
-    value, *mu = _engine(scores[0]).gradient(*_scaled(scores, gamma), constants[0])
+    gamma, theta = omega[1], _scaled(scores, omega[1])
+    if _backend(scores[0]) == "cpu":
+        value, *mu = _engine(scores[0]).gradient(*theta, *constants)
+    else:
+        folded = _folded(theta, constants[0])
+        value, *mu = _engine(scores[0]).gradient(*folded, constants[0])
+        if len(constants) > 1:
+            value = value - naive.score(*folded, *constants)
+            mu = [m - z for m, z in zip(mu, _indicator(*folded, *constants), strict=True)]
+        mu = _spread(*mu, *theta[2:], constants[0])
     if gamma == 1.0:
         return [value, *mu]
     return [t.to(scores[0].dtype) for t in (gamma * value, *mu)]
 
 
+def _indicator(unary: Tensor, transition: Tensor, lengths: Tensor, tags: Tensor) -> list[Tensor]:
+    """z of tags, in the shape of the scores: the gradient of their score."""
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in (unary, transition)]
+        total = naive.score(*leaves, lengths, tags).sum()
+        return list(torch.autograd.grad(total, leaves, materialize_grads=True))
+
+
 def _hvp(
     scores: Tensors, directions: Tensors, constants: Tensors, key: str, omega: Omega
 ) -> list[Tensor]:
-    gamma = omega[1]
-    theta = _scaled(scores, gamma)
-    v = [t.to(theta[0].dtype) for t in directions]
-    w = _engine(scores[0]).hvp(*theta, *v, constants[0])
-    return list(w) if gamma == 1.0 else [(t / gamma).to(scores[0].dtype) for t in w]
+    gamma, lengths = omega[1], constants[0]
+    theta = _folded(_scaled(scores, gamma), lengths)
+    v = _folded([t.to(theta[0].dtype) for t in directions], lengths)
+    w = _spread(*_engine(scores[0]).hvp(*theta, *v, lengths), *scores[2:], lengths)
+    return w if gamma == 1.0 else [(t / gamma).to(scores[0].dtype) for t in w]
 
 
-chain = Primitive("chain", (2, 3), (0,), _value, _gradient, _hvp, _naive, _backend)
+_functions = (_value, _gradient, _hvp, _naive, _backend)
+chain = Primitive("chain", (2, 3, 1, 1), (0,), *_functions)
+chain_loss = Primitive("chain_loss", (2, 3, 1, 1), (0, 1), *_functions)
 
 
-def _run_argmax(unary: Tensor, transition: Tensor, lengths: Tensor) -> list[Tensor]:
+def _run_argmax(
+    unary: Tensor, transition: Tensor, start: Tensor, end: Tensor, lengths: Tensor
+) -> list[Tensor]:
     batch, n = unary.shape[:-2], unary.shape[-2]
-    flat = [flatten_batch(t, d) for t, d in ((unary, 2), (transition, 3), (lengths, 0))]
-    best, tags = _engine(unary).argmax(*flat)
+    given = ((unary, 2), (transition, 3), (start, 1), (end, 1), (lengths, 0))
+    *theta, sizes = [flatten_batch(t, d) for t, d in given]
+    if _backend(unary) != "cpu":
+        theta = list(_folded(theta, sizes))
+    best, tags = _engine(unary).argmax(*theta, sizes)
     return [best.reshape(batch), tags.reshape(*batch, n)]
 
 
 argmax = register(
     "chain_argmax",
-    "(Tensor unary, Tensor transition, Tensor lengths) -> Tensor[]",
+    "(Tensor unary, Tensor transition, Tensor start, Tensor end, Tensor lengths) -> Tensor[]",
     _run_argmax,
-    lambda unary, transition, lengths: [
+    lambda unary, transition, start, end, lengths: [
         unary.new_empty(unary.shape[:-2]),
         lengths.new_empty(unary.shape[:-1], dtype=torch.int64),
     ],

@@ -1,0 +1,313 @@
+"""Paths through a grid on the CPU, compiled by numba: one anti-diagonal at a time, vectorised.
+
+The cells of a diagonal i + j = d do not depend on each other and lie side by side, by their row i.
+Of the values V only three diagonals are kept, in float64. What the way back needs is kept for every
+cell, that of (i, j) at [(i + j) mod m, i]: so a diagonal is contiguous and nothing is wasted.
+Moves: 0 is ↘, 1 is ↓, 2 is →.
+
+Diagonals kept for their neighbours start at index 1. The entries before the first cell and after
+the last hold nothing (−inf, or no flow), so that the border needs no test: from one diagonal to the
+next, the first and the last row grow by at most one. Rows are counted by unsigned integers, since
+numba tests signed ones for being negative, which would keep loops from being vectorised. Vectorised
+loops run on to a multiple of BLOCK, since what is left of a loop costs more than a whole block; what
+they write there belongs to nobody, or to a diagonal that is written later.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from structmax.jit import exp, kernel, log, run_chunks
+from structmax.smoothing import HARD, SHANNON
+
+INF = math.inf
+Row = np.uint64
+ONE, TWO = Row(1), Row(2)
+BLOCK = Row(8)
+Code = tuple[float, float, float]
+
+
+@kernel(inner=True)
+def reach(d, rows, columns, band):
+    """The cells of diagonal d within the band: their first row, and that after their last."""
+    low, high = max(0, d - columns + 1), min(rows - 1, d)
+    length = rows + columns - 2
+    if band >= 0 and length > 0:
+        width = min(band, rows + columns) * (max(rows, columns) - 1)
+        low = max(low, (d * (rows - 1) - width + length - 1) // length)
+        high = min(high, (d * (rows - 1) + width) // length)
+    return Row(low), Row(high + 1)
+
+
+@kernel(inner=True)
+def rounded(low, high):
+    """The first row at or after ``high`` that lies whole blocks after ``low``."""
+    return low + (high - low + BLOCK - ONE) // BLOCK * BLOCK
+
+
+@kernel(fused=True, inner=True)
+def choose(kind, gamma, V, before, last, low, high, peak, W, Q, r):
+    """W = maxΩ(x) and Q = argmaxΩ(x) of x = V(↘), V(↓), V(→), on one diagonal."""
+    inverse = 1.0 / gamma
+    for i in range(low, high):
+        top = V[before, i]
+        top = V[last, i] if V[last, i] > top else top
+        top = V[last, i + ONE] if V[last, i + ONE] > top else top
+        peak[i] = top if top > -INF else 0.0  # something that can be subtracted
+    if kind == SHANNON:
+        for i in range(low, high):
+            Q[0, r, i] = exp(Q.dtype.type((V[before, i] - peak[i]) * inverse))
+        for i in range(low, high):
+            Q[1, r, i] = exp(Q.dtype.type((V[last, i] - peak[i]) * inverse))
+        for i in range(low, high):
+            Q[2, r, i] = exp(Q.dtype.type((V[last, i + ONE] - peak[i]) * inverse))
+        for i in range(low, high):
+            total = Q[0, r, i] + Q[1, r, i] + Q[2, r, i]  # 0, NaN, or at least 1
+            scale = 1 / (total if total != 0 else total + 1)
+            Q[0, r, i] *= scale
+            Q[1, r, i] *= scale
+            Q[2, r, i] *= scale
+            x = peak[i] + gamma * log(total)
+            W[i] = x if total >= 1 else (-INF if total == 0 else np.float64(total))
+        return
+    for i in range(low, high):
+        Q[0, r, i] = (V[before, i] - peak[i]) * inverse
+    for i in range(low, high):
+        Q[1, r, i] = (V[last, i] - peak[i]) * inverse
+    for i in range(low, high):
+        Q[2, r, i] = (V[last, i + ONE] - peak[i]) * inverse
+    if kind == HARD:
+        for i in range(low, high):
+            x0, x1, x2 = Q[0, r, i], Q[1, r, i], Q[2, r, i]
+            first, second = x0 == 0, (x1 == 0) & (x0 != 0)
+            Q[0, r, i] = 1 if first else 0
+            Q[1, r, i] = 1 if second else 0
+            Q[2, r, i] = 0 if first | second | (x2 != 0) else 1
+            x = x0 + x1 + x2
+            W[i] = x if x != x else (peak[i] if (x0 == 0) | (x1 == 0) | (x2 == 0) else -INF)
+    else:  # Gini: τ = max over k of (the k largest − 1)/k, and the largest is 0
+        for i in range(low, high):
+            x0, x1, x2 = Q[0, r, i], Q[1, r, i], Q[2, r, i]
+            none = (x0 == -INF) & (x1 == -INF) & (x2 == -INF)
+            x0, x1, x2 = not_far(x0), not_far(x1), not_far(x2)
+            small, large = (x0, x1) if x0 < x1 else (x1, x0)
+            middle = small if small > x2 else (x2 if x2 < large else large)
+            tau, three = (middle - 1) / 2, (x0 + x1 + x2 - 1) / 3
+            tau = tau if tau > -1 else -1.0
+            tau = three if not three <= tau else tau
+            p0, p1, p2 = x0 - tau, x1 - tau, x2 - tau
+            p0, p1, p2 = positive(p0), positive(p1), positive(p2)
+            gain = p0 * x0 + p1 * x1 + p2 * x2 - 0.5 * (p0 * p0 + p1 * p1 + p2 * p2 - 1.0)
+            Q[0, r, i], Q[1, r, i], Q[2, r, i] = p0, p1, p2
+            W[i] = -INF if none else peak[i] + gamma * gain
+
+
+@kernel(inner=True)
+def not_far(x):
+    """Options far below the largest have no weight, and −4 is far; NaN stays."""
+    return -4.0 if x < -4 else np.float64(x)
+
+
+@kernel(inner=True)
+def positive(x):
+    return 0.0 if x < 0 else x
+
+
+@kernel(fused=True)
+def up(kind, gamma, theta, rows, columns, band, V, peak, W, Q):
+    """A of one item, and its backpointers in Q as far as there is room."""
+    V[:] = -INF
+    for d in range(rows + columns - 1):
+        low, high = reach(d, rows, columns, band)
+        now, r, along = d % 3, d % Q.shape[1], Row(d)
+        wide = rounded(low, high)
+        choose(kind, gamma, V, (d + 1) % 3, (d + 2) % 3, low, wide, peak, W, Q, r)
+        if d == 0:
+            W[0] = 0.0
+        for i in range(low, high):
+            V[now, i + ONE] = theta[i, along - i] + W[i]
+        V[now, low] = V[now, high + ONE] = -INF
+    return V[(rows + columns - 2) % 3, rows]
+
+
+@kernel(fused=True)
+def down(rows, columns, band, seed, Q, F, G, mu):
+    """Expected visits of the cells: μ. F holds, for three diagonals, what flows into each move."""
+    F[:] = 0.0
+    for d in range(rows + columns - 2, -1, -1):
+        low, high = reach(d, rows, columns, band)
+        now, one, two, r, along = d % 3, (d + 1) % 3, (d + 2) % 3, d % Q.shape[1], Row(d)
+        wide = rounded(low, high)
+        for i in range(low, wide):
+            G[i] = F[two, 0, i + TWO] + F[one, 1, i + TWO] + F[one, 2, i + ONE]
+        if d == rows + columns - 2:
+            G[rows - 1] = seed
+        for k in range(3):
+            for i in range(low, wide):
+                F[now, k, i + ONE] = G[i] * Q[k, r, i]
+            F[now, k, low] = F[now, k, high + ONE] = 0.0
+        for i in range(low, high):
+            mu[i, along - i] = G[i]
+
+
+@kernel(fused=True)
+def tangent_up(kind, gamma, v, rows, columns, band, Q, X, V, D):
+    """D: the derivative of the backpointers in direction v.
+
+    V̇ = v + Σ q ẋ with ẋ = V̇ of the tails, and q̇ = s(ẋ − x̄)/γ with x̄ the mean of ẋ under s: q
+    itself for Shannon, the indicator of its support for Gini.
+    """
+    V[:] = 0.0
+    inverse = 1.0 / gamma
+    for d in range(rows + columns - 1):
+        low, high = reach(d, rows, columns, band)
+        now, before, last, r, along = d % 3, (d + 1) % 3, (d + 2) % 3, d % Q.shape[1], Row(d)
+        wide = rounded(low, high)
+        for i in range(low, wide):
+            X[0, i], X[1, i], X[2, i] = V[before, i], V[last, i], V[last, i + ONE]
+        for i in range(low, wide):
+            dot, top, mass = 0.0, 0.0, 0.0
+            for k in range(3):
+                q = Q[k, r, i]
+                s = q if kind == SHANNON else (1.0 if q > 0 else 0.0)
+                dot += q * X[k, i] if q != 0 else 0.0
+                top += s * X[k, i] if q != 0 else 0.0
+                mass += s
+            mean = top / (mass if mass != 0 else 1.0)
+            for k in range(3):
+                q = Q[k, r, i]
+                s = q if kind == SHANNON else 1.0
+                D[k, r, i] = s * (X[k, i] - mean) * inverse if q != 0 else 0.0
+            X[0, i] = dot
+        for i in range(low, high):
+            V[now, i + ONE] = v[i, along - i] + X[0, i]
+        V[now, low] = V[now, high + ONE] = 0.0
+
+
+@kernel(fused=True)
+def tangent_down(rows, columns, band, seed, Q, D, F, dF, G, dG, w):
+    """The derivative of μ in the direction that D belongs to."""
+    F[:] = 0.0
+    dF[:] = 0.0
+    for d in range(rows + columns - 2, -1, -1):
+        low, high = reach(d, rows, columns, band)
+        now, one, two, r, along = d % 3, (d + 1) % 3, (d + 2) % 3, d % Q.shape[1], Row(d)
+        wide = rounded(low, high)
+        for i in range(low, wide):
+            G[i] = F[two, 0, i + TWO] + F[one, 1, i + TWO] + F[one, 2, i + ONE]
+        for i in range(low, wide):
+            dG[i] = dF[two, 0, i + TWO] + dF[one, 1, i + TWO] + dF[one, 2, i + ONE]
+        if d == rows + columns - 2:
+            G[rows - 1] = seed
+        for k in range(3):
+            for i in range(low, wide):
+                F[now, k, i + ONE] = G[i] * Q[k, r, i]
+            for i in range(low, wide):
+                dF[now, k, i + ONE] = dG[i] * Q[k, r, i] + G[i] * D[k, r, i]
+            F[now, k, low] = F[now, k, high + ONE] = 0.0
+            dF[now, k, low] = dF[now, k, high + ONE] = 0.0
+        for i in range(low, high):
+            w[i, along - i] = dG[i]
+
+
+class Space:
+    """Room for one item at a time of a batch ``(B, n, m)``."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, code: Code, keep: bool) -> None:
+        self.omega = int(code[0]), code[1]
+        self.row = shape[1] + 2 + int(BLOCK)
+        self.V, self.peak, self.W = self.rows(3), self.rows(), self.rows()
+        self.Q = np.empty((3, shape[2] if keep else 1, self.row), dtype)
+        self.flows = self.rows(3, 3), self.rows()
+
+    def rows(self, *shape: int) -> NDArray:
+        return np.empty((*shape, self.row))
+
+    def value(self, theta: NDArray, size: tuple[int, int, int]) -> float:
+        return up(*self.omega, theta, *size, self.V, self.peak, self.W, self.Q)
+
+    def gradient(self, theta: NDArray, size: tuple[int, int, int], mu: NDArray) -> float:
+        a = self.value(theta, size)
+        down(*size, _seed(a), self.Q, *self.flows, mu)
+        return a
+
+    def hvp(self, theta: NDArray, v: NDArray, size: tuple[int, int, int], w: NDArray) -> None:
+        a = self.value(theta, size)
+        if a == -INF:
+            return
+        D, dF, dG = np.empty_like(self.Q), self.rows(3, 3), self.rows()
+        tangent_up(*self.omega, v, *size, self.Q, self.rows(3), self.V, D)
+        F, G = self.flows
+        tangent_down(*size, _seed(a), self.Q, D, F, dF, G, dG, w)
+
+
+def _seed(a: float) -> float:
+    """How often the goal is visited: once, never if it cannot be reached, or NaN."""
+    return a if a != a else 0.0 if a == -INF else 1.0
+
+
+def _sizes(rows: Tensor, columns: Tensor, band: int) -> list[tuple[int, int, int]]:
+    return [(r, c, band) for r, c in zip(rows.tolist(), columns.tolist(), strict=True)]
+
+
+def _numpy(tensor: Tensor) -> NDArray:
+    return tensor.detach().contiguous().numpy()
+
+
+def _run(theta: NDArray, code: Code, keep: bool, do, work: int) -> None:
+    """``do(space, item)`` for every item."""
+
+    def task(low: int, high: int) -> None:
+        space = Space(theta.shape, theta.dtype, code, keep)
+        for b in range(low, high):
+            do(space, b)
+
+    run_chunks(task, len(theta), work * theta.shape[1] * theta.shape[2])
+
+
+def value(theta: Tensor, rows: Tensor, columns: Tensor, band: int, code: Code) -> Tensor:
+    """A ``(B)`` for scores ``(B, n, m)``."""
+    cells, sizes, a = _numpy(theta), _sizes(rows, columns, band), np.empty(len(theta))
+
+    def do(space: Space, b: int) -> None:
+        a[b] = space.value(cells[b], sizes[b])
+
+    _run(cells, code, False, do, 6)
+    return torch.from_numpy(a).to(theta.dtype)
+
+
+def gradient(
+    theta: Tensor, rows: Tensor, columns: Tensor, band: int, code: Code
+) -> tuple[Tensor, Tensor]:
+    """A ``(B)`` and its gradient ``(B, n, m)``."""
+    cells, sizes, a = _numpy(theta), _sizes(rows, columns, band), np.empty(len(theta))
+    whole = band < 0 and all(size[:2] == cells.shape[1:] for size in sizes)
+    mu = (np.empty if whole else np.zeros)(cells.shape, cells.dtype)
+
+    def do(space: Space, b: int) -> None:
+        a[b] = space.gradient(cells[b], sizes[b], mu[b])
+
+    _run(cells, code, True, do, 8)
+    return torch.from_numpy(a).to(theta.dtype), torch.from_numpy(mu)
+
+
+def hvp(
+    theta: Tensor, direction: Tensor, rows: Tensor, columns: Tensor, band: int, code: Code
+) -> Tensor:
+    """The Hessian of A times a direction ``(B, n, m)``; zero under hard max."""
+    cells, v, sizes = _numpy(theta), _numpy(direction), _sizes(rows, columns, band)
+    w = np.zeros(cells.shape, cells.dtype)
+
+    def do(space: Space, b: int) -> None:
+        space.hvp(cells[b], v[b], sizes[b], w[b])
+
+    if code[0] == HARD:
+        a = value(theta, rows, columns, band, code)
+        return torch.where(a.isnan(), a, 0.0)[:, None, None].expand(theta.shape).contiguous()
+    _run(cells, code, True, do, 16)
+    return torch.from_numpy(w)

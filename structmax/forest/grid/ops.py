@@ -1,0 +1,57 @@
+"""Paths through a grid as a differentiable torch function, for Hard, Shannon and Gini.
+
+Score: ``theta (*batch, n, m)``; constants: ``rows, columns (*batch)``. The key is the band, or
+nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from torch import Tensor
+
+from structmax.forest.grid import naive
+from structmax.forest.grid.naive import in_band as in_band
+from structmax.primitive import Omega, Primitive, Tensors, backend_for
+from structmax.smoothing import TSALLIS, from_code
+
+
+def knows(code: Omega) -> bool:
+    """Whether the kernels know this Ω: not Tsallis, unless it is Gini."""
+    return code[0] != TSALLIS or code[2] == 2.0
+
+
+def key_of(band: int | None) -> str:
+    return "" if band is None else str(band)
+
+
+def _band(key: str) -> int:
+    """The band as kernels take it: −1 for none."""
+    return int(key) if key else -1
+
+
+def _engine(theta: Tensor) -> ModuleType:
+    return importlib.import_module(f"structmax.forest.grid.{backend_for(theta)}")
+
+
+def _naive(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
+    return naive.value(scores[0], *constants, int(key) if key else None, from_code(omega))
+
+
+def _value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
+    return _engine(scores[0]).value(scores[0], *constants, _band(key), tuple(omega))
+
+
+def _gradient(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> list[Tensor]:
+    return list(_engine(scores[0]).gradient(scores[0], *constants, _band(key), tuple(omega)))
+
+
+def _hvp(
+    scores: Tensors, directions: Tensors, constants: Tensors, key: str, omega: Omega
+) -> list[Tensor]:
+    args = (*constants, _band(key), tuple(omega))
+    return [_engine(scores[0]).hvp(scores[0], directions[0], *args)]
+
+
+grid = Primitive("grid", (2,), (0, 0), _value, _gradient, _hvp, _naive)

@@ -1,0 +1,116 @@
+"""The Fenchel-Young loss of entmax: cross-entropy at α = 1, the sparsemax loss at α = 2."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from structmax.maps.entmax import _map as entmax
+from structmax.maps.entmax import check_alpha
+from structmax.maps.recipe import check_scores, keep, spread
+from structmax.maps.smoothed_max import Value, tsallis
+from structmax.structures.checks import can_look
+
+
+def entmax_loss(
+    scores: Tensor,
+    target: Tensor,
+    alpha: float | Tensor = 1.5,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    mask: Tensor | None = None,
+) -> Tensor:
+    """L(θ, y) = maxΩ(θ) + Ω(y) − ⟨θ, y⟩ with Ω of α-entmax; its gradient is entmax(θ) − y.
+
+    It is at least 0, and 0 exactly where entmax(θ) = y (Blondel, Martins & Niculae, "Learning with
+    Fenchel-Young losses", JMLR 2020; Peters, Niculae & Martins, ACL 2019). For α > 1 that happens at
+    finite scores: once the target leads by a margin of 1/(α−1), the loss is over.
+
+    - ``scores (*B, n)``; −inf forbids an entry, and ``mask`` (True = keep) does.
+    - ``target`` is ``(*B)`` integers, or ``(*B, n)`` distributions.
+    - ``alpha`` is a number, or a tensor that broadcasts to ``(*B, 1)`` and receives a gradient.
+    - Rows whose target is ``ignore_index`` have loss 0, no gradient, and do not count in the mean;
+      as in ``torch.nn.functional.cross_entropy``, the mean of no rows is NaN.
+    - A target that is forbidden has loss +inf, without a gradient.
+    - ``reduction`` is ``"mean"``, ``"sum"`` or ``"none"``. Of half precision scores the loss is
+      float32.
+
+    >>> scores = torch.tensor([[-2.0, 0.0, 0.5], [3.0, 0.0, 0.5]], requires_grad=True)
+    >>> loss = entmax_loss(scores, torch.tensor([1, 0]), reduction="none")
+    >>> loss
+    tensor([0.6844, 0.0000], grad_fn=...)
+    >>> loss.sum().backward()
+    >>> scores.grad  # p − y
+    tensor([[ 0.0000, -0.6740,  0.6740],
+            [ 0.0000,  0.0000,  0.0000]])
+
+    Cross-entropy, and the sparsemax loss against a distribution:
+
+    >>> entmax_loss(scores.detach(), torch.tensor([1, 0]), alpha=1)
+    tensor(0.5739)
+    >>> entmax_loss(scores[0].detach(), torch.tensor([0.0, 0.25, 0.75]), alpha=2)
+    tensor(0.)
+    """
+    check_scores("entmax_loss", scores, -1)
+    soft = target.is_floating_point()
+    _check(scores, target, soft, ignore_index, reduction)
+    check_alpha("entmax_loss", alpha)
+    work = scores if scores.dtype.itemsize >= 4 else scores.float()
+    if mask is not None:
+        work = keep("entmax_loss", work, mask)
+    ignored = torch.zeros_like(target[..., 0], dtype=torch.bool) if soft else target == ignore_index
+    work = torch.where(ignored.unsqueeze(-1), 0.0, work)  # they may hold anything
+
+    peak = work.detach().amax(-1, keepdim=True)  # the loss does not see it; rounding would
+    work = work - torch.where(peak == -math.inf, 0.0, peak)
+    exponent = spread("entmax_loss", "alpha", alpha, work, -1, "row")
+    given = isinstance(alpha, Tensor)
+    p = entmax.rows(work, [exponent] if given else [], [] if given else [float(alpha)])
+    value = Value.apply(work, p, exponent, 1.0)
+
+    forbidden = work == -math.inf
+    allowed = torch.where(forbidden, 0.0, work)
+    if soft:
+        y = target.to(work.dtype)
+        value = value + (tsallis(y, exponent) - y * allowed).sum(-1)
+        impossible = (forbidden & (y > 0)).any(-1) | forbidden.all(-1)
+    else:
+        index = torch.where(ignored, 0, target).long().unsqueeze(-1)
+        value = value - allowed.gather(-1, index).squeeze(-1)
+        impossible = forbidden.gather(-1, index).squeeze(-1)
+    value = value + (value.clamp(min=0) - value).detach()  # rounding; its gradient stays
+    loss = torch.where(impossible, math.inf, value)
+    loss = torch.where(ignored, 0.0, loss)
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / (~ignored).sum()
+
+
+def _check(
+    scores: Tensor, target: Tensor, soft: bool, ignore_index: int, reduction: str
+) -> None:
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(
+            f'entmax_loss: reduction must be "mean", "sum" or "none", got {reduction!r}.'
+        )
+    n = scores.shape[-1]
+    if soft and target.shape != scores.shape:
+        raise ValueError(
+            f"entmax_loss: a floating-point target holds distributions and must have the scores' "
+            f"shape {tuple(scores.shape)}, got {tuple(target.shape)}. Use target.long() for classes."
+        )
+    if not soft and target.shape != scores.shape[:-1]:
+        raise ValueError(
+            f"entmax_loss: an integer target must be {tuple(scores.shape[:-1])} for scores of shape "
+            f"{tuple(scores.shape)}, got {tuple(target.shape)}."
+        )
+    if not soft and target.device.type == "cpu" and can_look():
+        bad = ((target < 0) | (target >= n)) & (target != ignore_index)
+        if bool(bad.any()):
+            where = tuple(bad.nonzero()[0].tolist())
+            raise ValueError(
+                f"entmax_loss: target{list(where)} is {int(target[where])}; it must be between 0 "
+                f"and {n - 1}, or ignore_index = {ignore_index}."
+            )

@@ -1,0 +1,1 @@
+"""Combinatorial algorithms that are no dynamic programs over a forest."""

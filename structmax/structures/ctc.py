@@ -1,0 +1,338 @@
+"""Connectionist temporal classification."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from structmax.forest.topology import Forest, ForestBuilder, bucket, family, name_of
+from structmax.smoothing import Smoothing
+from structmax.structures import checks
+from structmax.structures.base import Structure
+from structmax.structures.dynamic import DynamicStructure
+from structmax.structures.nesting import nest, unnest
+
+
+@family
+def ctc(n: int, s: int) -> Forest:
+    """For each of n frames, nodes for the 2s + 1 states and a goal for 0..s symbols done.
+
+    Parts: ``t·(2s + 1) + state``, then that of entering each symbol from the one before it, then
+    the impossible one, which keeps the first frame from starting late.
+    """
+    draw = ForestBuilder()
+    states, impossible = 2 * s + 1, n * (2 * s + 1) + s
+    t, u = np.arange(n)[:, None], np.arange(states)
+    part = np.concatenate([t * states + u, np.full((n, s + 1), -1)], 1)
+    draw.nodes(part.size, part)
+    node = np.arange(part.size).reshape(part.shape)
+    state, goal = node[:, :states], node[:, states:]
+    draw.edges(state[0, 2:], -1, -1, impossible)
+    draw.edges(state[1:], state[:-1])
+    draw.edges(state[1:, 1:], state[:-1, :-1])
+    draw.edges(state[1:, 3::2], state[:-1, 1:-2:2], -1, n * states + np.arange(1, s))
+    draw.edges(goal, state[:, ::2])
+    draw.edges(goal[:, 1:], state[:, 1::2])
+    return draw.build(impossible + 1)
+
+
+class CTC(DynamicStructure):
+    """A symbol for each frame such that, repeats merged and blanks dropped, a target remains.
+
+    The model of Graves et al. (2006): ``log_partition()`` is the log-likelihood of the target, so
+    that its negative is ``torch.nn.functional.ctc_loss``, and ``argmax()`` is the forced
+    alignment. The states are the symbols of the target with a blank before, between and after
+    them; from frame to frame a path stays, goes to the next state, or leaves out a blank between
+    two different symbols. Here for the target "ab"::
+
+        frame 1    blank   a   blank   b   blank
+                     │   ╲ │ ╲ ╱ │   ╲ │ ╲   │
+        frame 2    blank   a   blank   b   blank      (a ──► b as well)
+
+    The goal is reached from the last symbol and from the blank after it. A sequence of symbols
+    belongs to one path only, so z marks a symbol of each frame, and ``marginals()`` is the
+    gradient with respect to ``log_probs``. Scores need not be normalised.
+
+    Integer form: the symbols ``(*B, T)``; what stands in the padding is ignored.
+
+    Args:
+        log_probs: ``(*B, T, V)``
+        targets: ``(*B, S)``, integers below V, none of them blank; the padding may hold anything
+        input_lengths: ``(*B)``, frames of each item
+        target_lengths: ``(*B)``, symbols of each target, 0 or more
+        blank: the symbol that is dropped
+        smoothing: Ω, by default ``sx.Shannon(1.0)``
+
+    >>> import structmax as sx
+    >>> log_probs = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.3, 0.2, 0.5]]).log()
+    >>> ctc = sx.CTC(log_probs, torch.tensor([1, 2]))
+    >>> ctc.decode(ctc.argmax())  # 0 is the blank
+    [0, 1, 2]
+    >>> ctc.log_partition().exp()
+    tensor(0.3270)
+    >>> ctc.log_prob(torch.tensor([1, 1, 2])).exp()
+    tensor(0.2294)
+    """
+
+    def __init__(
+        self,
+        log_probs: Tensor,
+        targets: Tensor,
+        input_lengths: Tensor | None = None,
+        target_lengths: Tensor | None = None,
+        blank: int = 0,
+        smoothing: Smoothing | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        checks.scores("CTC", "log_probs", log_probs, 2, "(..., T, V) with T and V at least 1")
+        frames, symbols = log_probs.shape[-2:]
+        if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.dim() < 1:
+            got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
+            raise ValueError(f"CTC: targets must be a tensor of integers (..., S), got {got}.")
+        if not isinstance(blank, int) or not 0 <= blank < symbols:
+            raise ValueError(f"CTC: blank must be between 0 and {symbols - 1}, got {blank!r}.")
+        self.log_probs, self.targets, self.blank = log_probs, targets, blank
+        self.input_lengths, self.target_lengths = (
+            None if given is None else checks.lengths("CTC", given, log_probs.device)
+            for given in (input_lengths, target_lengths)
+        )
+        checks.same_device("CTC", **{name: t for name, (t, _) in self._tensors().items()})
+        batch = checks.batch_shape("CTC", **self._tensors())
+        self._is_good = False
+        super().__init__(batch, (frames, symbols), smoothing, validate_args)
+        if self._validate_args and checks.can_look():
+            self._check_values()
+            self._is_good = True
+
+    def _check_values(self) -> None:
+        given = {
+            "input_lengths": (self.input_lengths, 1, self.event_shape[0]),
+            "target_lengths": (self.target_lengths, 0, self.targets.shape[-1]),
+        }
+        there = {name: (t, low, high) for name, (t, low, high) in given.items() if t is not None}
+        if there:
+            checks.between("CTC", "", there)
+        wrong = self._wrong_targets()
+        if bool(wrong.any()):
+            where = tuple(wrong.nonzero()[0].tolist())
+            got = int(self.targets.expand(wrong.shape)[where])
+            raise ValueError(
+                f"CTC: targets must be between 0 and {self.event_shape[1] - 1} and not blank "
+                f"({self.blank}), got {got} at {list(where)}."
+            )
+        looked_at = self._to_states(self.log_probs.expand(*self.batch_shape, *self.event_shape))
+        checks.values("CTC", {"log_probs (of the states)": (looked_at, self._used())})
+
+    def _tensors(self) -> dict[str, tuple[Tensor, int]]:
+        dims = {"log_probs": 2, "targets": 1, "input_lengths": 0, "target_lengths": 0}
+        given = {name: (getattr(self, name), d) for name, d in dims.items()}
+        return {name: (t, d) for name, (t, d) in given.items() if t is not None}
+
+    def _options(self) -> dict[str, Any]:
+        return {"blank": self.blank}
+
+    # -- states -----------------------------------------------------------------------------------
+
+    def _sizes(self) -> tuple[Tensor, Tensor]:
+        """Frames and symbols of each item, ``(*B)`` each, made possible if nobody looked."""
+        out = []
+        most = (self.event_shape[0], self.targets.shape[-1])
+        for given, low, high in zip((self.input_lengths, self.target_lengths), (1, 0), most):
+            if given is None:
+                size = torch.full(self.batch_shape, high, device=self.log_probs.device)
+            else:
+                size = given.long().clamp(low, high).expand(self.batch_shape)
+            out.append(size)
+        return out[0], out[1]
+
+    def _wrong_targets(self) -> Tensor:
+        """Symbols of the targets that are none, ``(*B, S)``."""
+        targets = self.targets.expand(*self.batch_shape, self.targets.shape[-1])
+        wrong = (targets < 0) | (targets >= self.event_shape[1]) | (targets == self.blank)
+        position = torch.arange(targets.shape[-1], device=targets.device)
+        return wrong & (position < self._sizes()[1][..., None])
+
+    def _symbols(self) -> Tensor:
+        """The symbol of each state, ``(*B, 2S+1)``; blank beyond the target."""
+        count = self.targets.shape[-1]
+        targets = self.targets.long().expand(*self.batch_shape, count)
+        position = torch.arange(count, device=targets.device)
+        known = (targets >= 0) & (targets < self.event_shape[1])
+        known = known & (position < self._sizes()[1][..., None])
+        labels = torch.where(known, targets, self.blank)
+        blanks = labels.new_full((*self.batch_shape, count + 1), self.blank)
+        return _interleave(blanks, labels)
+
+    def _repeats(self) -> Tensor:
+        """Whether each symbol is the one before it, ``(*B, S)``."""
+        labels = self._symbols()[..., 1::2]
+        repeat = labels[..., 1:] == labels[..., :-1]
+        return torch.nn.functional.pad(repeat, (labels.shape[-1] - repeat.shape[-1], 0))
+
+    def _used(self) -> Tensor:
+        """Which states of which frames some path meets, ``(*B, T, 2S+1)``.
+
+        A symbol takes a frame, and a repeated one a blank before it.
+        """
+        frames, count = self._sizes()
+        most = self.targets.shape[-1]
+        device = self.log_probs.device
+        position = torch.arange(most, device=device)
+        first = position + self._repeats().cumsum(-1)  # the earliest frame of each symbol
+        spare = frames - 1 - torch.where(position == count[..., None] - 1, first, 0).sum(-1)
+        last = first + spare[..., None]
+        pad = torch.nn.functional.pad
+        low = _interleave(pad(first + 1, (1, 0)), first)
+        high = _interleave(pad(last - 1, (0, 1)), last)
+        state, ends = torch.arange(2 * most + 1, device=device), 2 * count[..., None]
+        high = torch.where(state == ends, frames[..., None] - 1, high)
+        high = torch.where(state > ends, -1, high)
+        frame = torch.arange(self.event_shape[0], device=device)[:, None]
+        return (frame >= low[..., None, :]) & (frame <= high[..., None, :])
+
+    def _to_states(self, scores: Tensor) -> Tensor:
+        """Scores of symbols ``(*B, T, V)`` as those of states ``(*B, T, 2S+1)``."""
+        symbols = self._symbols()[..., None, :]
+        return scores.gather(-1, symbols.expand(*scores.shape[:-1], symbols.shape[-1]))
+
+    def _to_event(self, flat: Tensor, fill: float = 0.0) -> Tensor:
+        frames, symbols = self.event_shape
+        count = self.targets.shape[-1]
+        states = flat.unflatten(-1, (bucket(frames), 2 * bucket(count) + 1))
+        states = states[..., :frames, : 2 * count + 1]
+        index = self._symbols()[..., None, :].expand(states.shape)
+        whole = flat.new_full((*states.shape[:-1], symbols), fill)
+        if fill == -math.inf:
+            return whole.scatter_reduce(-1, index, states, "amax")
+        return whole.scatter_add(-1, index, states)
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        dtype = torch.promote_types(self.log_probs.dtype, torch.float32)
+        scores = self.log_probs.to(dtype).expand(*self.batch_shape, *self.event_shape)
+        if not self._is_good:  # nobody looked: what is wrong gives NaN
+            bad = self._wrong_targets().any(-1)
+            frames, count = self._sizes()
+            for given, size in ((self.input_lengths, frames), (self.target_lengths, count)):
+                if given is not None:
+                    bad = bad | (given != size)
+            scores = scores + torch.where(bad, math.nan, 0.0).to(dtype)[..., None, None]
+        return (scores,)
+
+    def _pack(self, parts: Any) -> Tensor:
+        (scores,) = parts
+        frames, count = self.event_shape[0], self.targets.shape[-1]
+        pad = torch.nn.functional.pad
+        states = torch.where(self._used(), self._to_states(scores), 0.0)
+        more = bucket(count) - count
+        states = pad(states, (0, 2 * more, 0, bucket(frames) - frames))
+        skip = torch.where(pad(self._repeats(), (0, more)), -math.inf, 0.0).to(scores.dtype)
+        impossible = skip.new_full((*self.batch_shape, 1), -math.inf)
+        return torch.cat([states.flatten(-2), skip, impossible], -1)
+
+    def _unpack(self, flat: Tensor) -> tuple[Tensor, ...]:
+        return (self._to_event(flat[..., : self._width()]),)
+
+    def _width(self) -> int:
+        return bucket(self.event_shape[0]) * (2 * bucket(self.targets.shape[-1]) + 1)
+
+    def _forest_key(self) -> str:
+        return name_of("ctc", [bucket(self.event_shape[0]), bucket(self.targets.shape[-1])])
+
+    def _goal(self) -> Tensor:
+        frames, count = self._sizes()
+        s = bucket(self.targets.shape[-1])
+        return ((frames - 1) * (3 * s + 2) + 2 * s + 1 + count).int()
+
+    def _derivation_size(self) -> int:
+        return self.event_shape[0] + 1
+
+    def _replace_primary(self, scores: Tensor) -> CTC:
+        tensors = {name: t for name, (t, _) in self._tensors().items()}
+        return self._rebuild(**{**tensors, "log_probs": scores})
+
+    def _incompatible(self, include: Tensor) -> Tensor:
+        return include.sum(-1, keepdim=True) - include.long() > 0
+
+    def _aligned(self, q: Structure) -> tuple[DynamicStructure, DynamicStructure]:
+        self._same_kind(q)
+        if not isinstance(q, CTC):
+            raise ValueError(f"CTC: cannot compare with {type(q).__name__}.")
+        own, other = (*self._sizes(), self._symbols()), (*q._sizes(), q._symbols())
+        same = own[-1].shape[-1] == other[-1].shape[-1] and self.blank == q.blank
+        if checks.can_look() and not (
+            same and all(bool((a == b).all()) for a, b in zip(own, other, strict=True))
+        ):
+            raise ValueError("CTC: both distributions must have the same lengths and targets.")
+        return self, q
+
+    # -- symbols ----------------------------------------------------------------------------------
+
+    def enumerate_support(self, expand: bool = True) -> Tensor:
+        sizes = torch.cat([torch.stack(self._sizes(), -1), self._symbols()], -1)
+        sizes = sizes.reshape(-1, sizes.shape[-1]).unique(dim=0).tolist()
+        if len(sizes) > 1:
+            raise ValueError(
+                "CTC.enumerate_support: items with other lengths or targets have other supports. "
+                "Index one item: structure[i].enumerate_support()."
+            )
+        frames, count, *states = sizes[0]
+        target = states[1 : 2 * count : 2]
+        alphabet = sorted({self.blank, *target})
+        if len(alphabet) ** frames > 1_000_000:
+            raise ValueError(
+                f"CTC.enumerate_support: {len(alphabet)}^{frames} sequences are too many."
+            )
+        found = [
+            path
+            for path in itertools.product(alphabet, repeat=frames)
+            if [x for x, _ in itertools.groupby(path) if x != self.blank] == target
+        ]
+        every = torch.zeros(len(found), *self.event_shape, dtype=self.dtype)
+        index = torch.tensor(found, dtype=torch.long).reshape(len(found), frames, 1)
+        every[:, :frames].scatter_(-1, index, 1.0)
+        every = every.to(self.log_probs.device)
+        every = every.reshape(len(found), *[1] * len(self.batch_shape), *self.event_shape)
+        return every.expand(-1, *self.batch_shape, -1, -1) if expand else every
+
+    def decode(self, z: Tensor) -> Any:
+        """Lists of symbols, one for each frame, nested as the batch of z."""
+        sizes = ((z != 0).any(-1).long() * torch.arange(1, z.shape[-2] + 1, device=z.device)).amax(
+            -1
+        )
+        rows = z.argmax(-1).reshape(-1, z.shape[-2]).tolist()
+        cut = [row[:size] for row, size in zip(rows, sizes.reshape(-1).tolist(), strict=True)]
+        return nest(cut, z.shape[:-2])
+
+    def encode(self, obj: Any) -> Tensor:
+        """z of symbols: a tensor ``(*B, T)``, or lists of symbols, ragged or not."""
+        frames, symbols = self.event_shape
+        if not isinstance(obj, Tensor):
+            rows, shape = unnest("CTC", obj, 1, len(self.batch_shape))
+            rows = [row + [-1] * (frames - len(row)) for row in map(list, rows)]
+            obj = torch.tensor(rows, dtype=torch.long, device=self.log_probs.device)
+            obj = obj.reshape(*shape, frames)
+        if obj.dim() == 0 or obj.shape[-1] != frames:
+            raise ValueError(f"CTC: symbols must be (..., {frames}), got {tuple(obj.shape)}.")
+        frame = torch.arange(frames, device=obj.device)
+        inside = frame < self._sizes()[0][..., None]
+        if self._validate_args and checks.can_look():
+            wrong = inside & ((obj < 0) | (obj >= symbols))
+            if bool(wrong.any()):
+                where = tuple(wrong.nonzero()[0].tolist())
+                raise ValueError(
+                    f"CTC: a symbol must be between 0 and {symbols - 1}, got "
+                    f"{int(obj.expand(wrong.shape)[where])} at {list(where)}."
+                )
+        z = obj[..., None] == torch.arange(symbols, device=obj.device)
+        return (z & inside[..., None]).to(self.dtype)
+
+
+def _interleave(blanks: Tensor, labels: Tensor) -> Tensor:
+    """What belongs to S + 1 blanks and to S symbols, in the order of the states."""
+    pairs = torch.stack([blanks[..., :-1], labels], -1).flatten(-2)
+    return torch.cat([pairs, blanks[..., -1:]], -1)
