@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import math
 import multiprocessing
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 import structmax as sx
 from structmax.forest import topology
 from structmax.structures.choice import choice  # noqa: F401 (registers the family)
+from structmax.threads import _openmp, run_chunks
 
 OMEGAS = [sx.Shannon(), sx.Gini(), sx.Hard()]
 
@@ -249,3 +252,60 @@ def test_dataloader(method: str, threads) -> None:
             for i in range(2):
                 assert torch.equal(mu[i], expected[2 * b + i][0]), epoch
                 assert torch.equal(nu[i], expected[2 * b + i][1]), epoch
+
+
+# -- whose threads -------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["torch's", "ours"])
+def whose(request, monkeypatch, threads) -> str:
+    threads(2)
+    if request.param == "ours":
+        monkeypatch.setattr("structmax.threads._openmp", lambda: None)
+    elif _openmp() is None:
+        pytest.skip("torch does not use GNU OpenMP here")
+    else:
+        monkeypatch.setattr("structmax.threads._crowded_until", 0.0)
+        monkeypatch.setattr("structmax.threads.CROWDED_WAIT", math.inf)
+    return request.param
+
+
+def test_every_chunk_runs_once(whose: str) -> None:
+    done: list[tuple[int, int]] = []
+    run_chunks(lambda low, high: done.append((low, high)), 100, 10_000)
+    assert sorted(i for low, high in done for i in range(low, high)) == list(range(100))
+
+
+def test_an_error_in_a_thread_is_raised(whose: str) -> None:
+    def task(low: int, high: int) -> None:
+        if low > 20:
+            raise ZeroDivisionError("in a chunk")
+
+    with pytest.raises(ZeroDivisionError, match="in a chunk"):
+        run_chunks(task, 100, 10_000)
+    run_chunks(lambda low, high: None, 100, 10_000)
+
+
+def test_both_kinds_of_threads_agree(whose: str, monkeypatch) -> None:
+    expected = answers(3)
+    monkeypatch.setattr("structmax.threads._openmp", lambda: None)
+    assert same(answers(3), expected)
+
+
+def test_a_crowded_machine_uses_our_threads(threads, monkeypatch) -> None:
+    threads(2)
+    calls = []
+    monkeypatch.setattr("structmax.threads._crowded_until", 0.0)
+    monkeypatch.setattr("structmax.threads._openmp", lambda: _late(calls))
+    for _ in range(3):
+        run_chunks(lambda low, high: None, 100, 10_000)
+    assert len(calls) == 1
+
+
+def _late(calls: list):
+    def parallel(region, data, count: int, flags: int) -> None:
+        region(None)
+        calls.append(count)
+        time.sleep(0.01)
+
+    return parallel

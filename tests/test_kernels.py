@@ -492,3 +492,87 @@ def test_same_bits_beside_other_items(omega: sx.Smoothing) -> None:
         for low, high in ((0, 1), (1, 4), (4, 11), (11, 20), (20, 37)):
             for a, b in zip(whole, run(low, high), strict=True):
                 assert torch.equal(a[low:high], b)
+
+
+# -- sums of products and their range ------------------------------------------------------------
+
+
+def spans(n: int) -> sx.Forest:
+    """Binary trees over n leaves; part ``i·n + j`` sits on the node of span i..j."""
+    draw, node = sx.ForestBuilder(), np.full((n, n), -1)
+    for width in range(n):
+        i = np.arange(n - width)
+        node[i, i + width] = draw.nodes(n - width, i * n + i + width)
+        for k in range(width):
+            draw.edges(node[i, i + width], node[i, i + k], node[i + k + 1, i + width])
+    return draw.build(n * n)
+
+
+@pytest.mark.parametrize("dtype", [f32, f64], ids=str)
+@pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])
+def test_out_of_range_items_are_computed_in_logs(shift: float, dtype: torch.dtype) -> None:
+    """Narrow, wide, forbidden, infeasible, shorter and NaN items side by side."""
+    from structmax.forest.products import ProductBlock
+
+    forest = spans(9)
+    theta = torch.randn(7, 81, dtype=f64, generator=torch.Generator().manual_seed(0))
+    theta = theta * torch.tensor([1.0, 100.0, 1.0, 1.0, 1.0, 1.0, 1e5])[:, None]
+    theta[2, 9 + 3] = -math.inf
+    theta[3, 8] = -math.inf  # the whole span
+    theta[5, 2] = math.nan
+    theta = ((theta * 64).round() / 64 + shift).to(dtype)
+    goal = torch.full((7,), forest.num_nodes - 1, dtype=torch.int32)
+    goal[4] = 20
+    block = ProductBlock(forest, theta.numpy(), goal.numpy(), 1.0)
+    assert block.left.tolist() == [False, True, False, False, False, True, True]
+
+    def run():
+        return ops.forest.gradient_op([theta], [goal], forest.key, [1.0, 1.0, 1.0])
+
+    assert run()[0][5].isnan()
+    for a, b in zip(run(), naively(run), strict=True):
+        a[5] = b[5] = 0
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    for i in range(7):
+        alone = ops.forest.gradient_op(
+            [theta[i : i + 1]], [goal[i : i + 1]], forest.key, [1.0, 1.0, 1.0]
+        )
+        for a, b in zip(run(), alone, strict=True):
+            assert torch.equal(a[i : i + 1].nan_to_num(9), b.nan_to_num(9))
+
+
+def test_long_derivations_are_shifted_into_range() -> None:
+    """Without a shift the value of the goal would overflow long before the top."""
+    from structmax.forest.products import ProductBlock
+
+    forest = spans(40)
+    theta = 10 + 3 * torch.randn(3, 1600, dtype=f64, generator=torch.Generator().manual_seed(0))
+    goal = torch.full((3,), forest.num_nodes - 1, dtype=torch.int32)
+    block = ProductBlock(forest, theta.numpy(), goal.numpy(), 0.7)
+    assert not block.left.any()
+
+    def run():
+        return ops.forest.gradient_op([theta], [goal], forest.key, [1.0, 0.7, 1.0])
+
+    for a, b in zip(run(), naively(run), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_a_chain_whose_weights_underflow() -> None:
+    """float32, float64 and log space hand over to each other, item by item."""
+    torch.manual_seed(0)
+    unary, transition = torch.randn(4, 6, 5), torch.randn(5, 5)
+    unary[1] *= 60  # too wide for float32
+    unary[2] *= 2000  # and for float64
+    transition[:, 2] = -1e4  # forbidden in all but name
+    chain = sx.LinearChain(unary, transition, start=torch.randn(5), end=torch.randn(5))
+    exact = chain.to(torch.float64)
+    with sx.backend("naive"):
+        value, mu, edges = (
+            exact.log_partition(),
+            exact.marginals(),
+            exact.edge_marginals(),
+        )
+    torch.testing.assert_close(chain.log_partition().double(), value, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(chain.marginals().double(), mu, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(chain.edge_marginals().double(), edges, rtol=1e-5, atol=1e-5)

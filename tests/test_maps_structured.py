@@ -560,7 +560,8 @@ def test_tight_bounds(name: str) -> None:
             tight = torch.softmax(randn(n).to(dtype), -1)
             x = randn(n, seed=1).to(dtype)
             for p in (BOUNDED[name](x, tight), BOUNDED[name](x, 1.0, tight)):
-                room = abs(tight.double().sum().item() - 1) + 2 * torch.finfo(dtype).eps
+                # the sum is not quite 1, and not quite the same in another order
+                room = abs(tight.double().sum().item() - 1) + 2 * torch.finfo(dtype).eps + 1e-14
                 torch.testing.assert_close(p, tight, atol=room, rtol=0)
     equal = torch.full((10,), 0.1)
     for x in (torch.zeros(10), torch.arange(10.0)):

@@ -28,9 +28,9 @@ class SoftDTW(torch.nn.Module):
     is zero for equal series and, under Shannon, never negative (Blondel, Mensch & Vert, 2021).
     First and second derivatives are exact.
 
-    Distances are a matrix product, ‖x‖² + ‖y‖² − 2⟨x, y⟩, of series that are centred first, in
-    float64 whatever their dtype: nothing of size n·m·d is made, and what cancels is 1e-16 of the
-    squared spread of the series.
+    Nothing of size n·m·d is made. With several features, distances are a matrix product,
+    ‖x‖² + ‖y‖² − 2⟨x, y⟩, of series that are centred first, in float64 whatever their dtype, so
+    that what cancels leaves an error of 1e-16 of the squared spread of the series.
 
     Args:
         gamma: γ of Shannon's entropy
@@ -81,11 +81,12 @@ class SoftDTW(torch.nn.Module):
             )
         checks.same_device("SoftDTW", x=x, y=y)
         dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
-        x, y = x.double(), y.double()
         rows, columns = (None, None) if lengths is None else self._lengths(x, y, lengths)
-        x, y = _padded(x, rows), _padded(y, columns)
-        centre = x.detach().mean(-2, keepdim=True)
-        x, y = _padded(x - centre, rows), _padded(y - centre, columns)
+        x, y = _padded(x.to(dtype), rows), _padded(y.to(dtype), columns)
+        if x.shape[-1] > 1:
+            x, y = x.double(), y.double()
+            centre = x.detach().mean(-2, keepdim=True)
+            x, y = x - centre, y - centre
         loss = self._loss(x, y, rows, columns, dtype)
         if self.divergence:
             own = self._loss(x, x, rows, rows, dtype) + self._loss(y, y, columns, columns, dtype)
@@ -110,11 +111,14 @@ class SoftDTW(torch.nn.Module):
     def _loss(
         self, x: Tensor, y: Tensor, rows: Tensor | None, columns: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """−DP_Ω(−c) of centred series without padding."""
-        one_x, one_y = torch.ones_like(x[..., :1]), torch.ones_like(y[..., :1])
-        left = torch.cat([2 * x, (x * x).sum(-1, keepdim=True), one_x], -1)
-        right = torch.cat([y, -one_y, -(y * y).sum(-1, keepdim=True)], -1)
-        scores = (left @ right.mT).to(dtype)  # −c, in one product
+        """−DP_Ω(−c) of series whose padding holds numbers."""
+        if x.shape[-1] == 1:
+            scores = (x - y.mT).square().neg_()
+        else:  # −c as one product
+            square_x, square_y = torch.linalg.vecdot(x, x), torch.linalg.vecdot(y, y)
+            left = torch.cat([2 * x, square_x[..., None], torch.ones_like(x[..., :1])], -1)
+            right = torch.cat([y, -torch.ones_like(y[..., :1]), -square_y[..., None]], -1)
+            scores = (left @ right.mT).to(dtype)
         lengths = None if rows is None or columns is None else (rows, columns)
         alignment = Alignment(
             scores, lengths, band=self.band, smoothing=self.omega, validate_args=False

@@ -21,10 +21,10 @@ def naive(x: Tensor, parameters: list[Tensor], options: list[float]) -> Tensor:
     rate = torch.where((alpha >= 1) & (alpha < math.inf), alpha - 1, 1.0)
     peak = x.amax(-1, keepdim=True)
     d = (x.double() - torch.where(peak == -math.inf, 0.0, peak)).clamp(min=-1e300)  # x − λ
-    u = 1 + rate * d
+    u, one = rate * d, 1.0
 
     def power(level: Tensor) -> Tensor:
-        rest, base = d - level, u - rate * level
+        rest, base = d - level, u + (one - rate * level)
         y = (rate * rest).clamp(min=-0.9)
         near = rest * torch.where(y == 0, 1.0, y.log1p() / torch.where(y == 0, 1.0, y))
         logarithm = torch.where(y > -0.9, near, base.clamp(min=1e-300).log() / rate)
@@ -38,7 +38,7 @@ def naive(x: Tensor, parameters: list[Tensor], options: list[float]) -> Tensor:
             middle = (low + high) / 2
             above = power(middle).sum(-1, keepdim=True) >= 1
             low, high = torch.where(above, middle, low), torch.where(above, high, middle)
-        d, u = d - low, u - rate * low
+        d, u, one = d - low, u + (one - rate * low), 0.0
         low, high = -1e-15 * low.abs(), 1e-15 * low.abs()
     p = power(torch.zeros_like(rate))
     total = p.sum(-1, keepdim=True)

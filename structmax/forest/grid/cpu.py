@@ -59,29 +59,28 @@ def choose(kind, gamma, V, before, last, low, high, peak, W, Q, r):
         top = V[last, i] if V[last, i] > top else top
         top = V[last, i + ONE] if V[last, i + ONE] > top else top
         peak[i] = top if top > -INF else 0.0  # something that can be subtracted
-    if kind == SHANNON:
-        for i in range(low, high):
-            Q[0, r, i] = exp(Q.dtype.type((V[before, i] - peak[i]) * inverse))
-        for i in range(low, high):
-            Q[1, r, i] = exp(Q.dtype.type((V[last, i] - peak[i]) * inverse))
-        for i in range(low, high):
-            Q[2, r, i] = exp(Q.dtype.type((V[last, i + ONE] - peak[i]) * inverse))
-        for i in range(low, high):
-            total = Q[0, r, i] + Q[1, r, i] + Q[2, r, i]  # 0, NaN, or at least 1
-            scale = 1 / (total if total != 0 else total + 1)
-            Q[0, r, i] *= scale
-            Q[1, r, i] *= scale
-            Q[2, r, i] *= scale
-            x = peak[i] + gamma * log(total)
-            W[i] = x if total >= 1 else (-INF if total == 0 else np.float64(total))
-        return
     for i in range(low, high):
         Q[0, r, i] = (V[before, i] - peak[i]) * inverse
     for i in range(low, high):
         Q[1, r, i] = (V[last, i] - peak[i]) * inverse
     for i in range(low, high):
         Q[2, r, i] = (V[last, i + ONE] - peak[i]) * inverse
-    if kind == HARD:
+    if kind == SHANNON:
+        for k in range(3):
+            for i in range(low, high):
+                Q[k, r, i] = exp(Q[k, r, i])
+        for i in range(low, high):
+            total = Q[0, r, i] + Q[1, r, i] + Q[2, r, i]
+            W[i] = total
+            scale = 1 / (total if total != 0 else total + 1)
+            Q[0, r, i] *= scale
+            Q[1, r, i] *= scale
+            Q[2, r, i] *= scale
+        for i in range(low, high):
+            total = W[i]  # 0, NaN, or at least 1
+            x = peak[i] + gamma * log(total)
+            W[i] = x if total >= 1 else (-INF if total == 0 else total)
+    elif kind == HARD:
         for i in range(low, high):
             x0, x1, x2 = Q[0, r, i], Q[1, r, i], Q[2, r, i]
             first, second = x0 == 0, (x1 == 0) & (x0 != 0)
@@ -130,7 +129,9 @@ def up(kind, gamma, theta, rows, columns, band, V, peak, W, Q):
         if d == 0:
             W[0] = 0.0
         for i in range(low, high):
-            V[now, i + ONE] = theta[i, along - i] + W[i]
+            peak[i] = theta[i, along - i]
+        for i in range(low, wide):
+            V[now, i + ONE] = peak[i] + W[i]
         V[now, low] = V[now, high + ONE] = -INF
     return V[(rows + columns - 2) % 3, rows]
 
