@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import alignment, cases, trees
+from benchmarks import alignment, cases, maps, trees
 from benchmarks.harness import as_json, environment, run_case, show
 
-CASES = {**cases.CASES, **alignment.CASES, **trees.CASES}
+CASES = {**cases.CASES, **alignment.CASES, **trees.CASES, **maps.CASES}
 
 
 def main(argv: list[str] | None = None) -> int:

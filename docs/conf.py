@@ -1,5 +1,14 @@
 """Sphinx configuration."""
 
+import re
+import sys
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # for the package pictures
+
 project = "structmax"
 author = "The structmax authors"
 copyright = author
@@ -21,3 +30,16 @@ autodoc_typehints_description_target = "documented"
 
 html_theme = "furo"
 html_title = "structmax"
+
+
+def escape_bars(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]):
+    """In docstrings |x| is an absolute value; Sphinx would look for a substitution named x."""
+    lines[:] = [re.sub(r"\|(\S[^|]*)\|", r"\|\1\|", line) for line in lines]
+
+
+def setup(app: Sphinx) -> None:
+    """Draws the pictures before pages are read."""
+    from pictures import maps
+
+    maps.draw(HERE / "_static")
+    app.connect("autodoc-process-docstring", escape_bars)

@@ -16,6 +16,7 @@ from structmax.maps.sparsemax import sparsemax
 from structmax.primitive import backend
 from structmax.smoothing import Gini, Hard, Shannon, Smoothing, Tsallis
 from structmax.structures.alignment import Alignment
+from structmax.structures.assignment import Assignment
 from structmax.structures.base import IntractableError, Ranked, Structure, TopK
 from structmax.structures.binary_tree import BinaryTree
 from structmax.structures.choice import Choice
@@ -24,6 +25,7 @@ from structmax.structures.dependency_tree import DependencyTree
 from structmax.structures.grid_path import GridPath
 from structmax.structures.hmm import HMM
 from structmax.structures.hyperpath import Hyperpath
+from structmax.structures.ksubset import KSubset
 from structmax.structures.linear_chain import LinearChain
 from structmax.structures.path import Path
 from structmax.structures.pcfg import PCFG
@@ -36,6 +38,7 @@ __all__ = [
     "HMM",
     "PCFG",
     "Alignment",
+    "Assignment",
     "BinaryTree",
     "Choice",
     "DependencyTree",
@@ -46,6 +49,7 @@ __all__ = [
     "Hard",
     "Hyperpath",
     "IntractableError",
+    "KSubset",
     "LinearChain",
     "Path",
     "Ranked",

@@ -1,7 +1,7 @@
 """The table of maps: every row goes through the whole suite of ``test_maps.py``.
 
-A row has the map itself, an independent solver of its definition, and its optimality conditions. The
-problem is convex, so these conditions prove a point to be the answer, whatever the size.
+A row has the map itself, an independent solver of its definition, and its optimality conditions.
+The problem is convex, so these conditions prove a point to be the answer, whatever the size.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ REPRESENTATIVES = {
     "ctc/shannon",
     "pcfg/shannon",
     "pcfg-low-rank/shannon",
+    "subset-between/shannon",
 }
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from structmax.forest.products import ProductBlock
+from structmax.forest.runs import edges_of
 from structmax.forest.topology import Forest, Ints
 from structmax.jit import exp, kernel, run_chunks
 from structmax.smoothing import HARD, SHANNON
@@ -29,27 +30,29 @@ INF = math.inf
 
 
 @kernel
-def level_of_nodes(ptr, tail1, tail2):
+def level_of_nodes(ptr, tail1, tail2, edge_part, node_part, runs):
     """Longest distance of each node from the leaves."""
     v = len(ptr) - 1
     level = np.zeros(v + 1, np.int32)
     level[v] = -1
     for u in range(v):
         top = -1
-        for e in range(ptr[u], ptr[u + 1]):
+        e0, e1 = edges_of(u, ptr, tail1, tail2, edge_part, runs)
+        for e in range(e0, e1):
             top = max(top, level[tail1[e]], level[tail2[e]])
         level[u] = top + 1
     return level[:v]
 
 
 @kernel
-def size_of_derivations(ptr, tail1, tail2):
+def size_of_derivations(ptr, tail1, tail2, edge_part, node_part, runs):
     """The most nodes in a derivation of each node, capped at 2**40."""
     v = len(ptr) - 1
     size = np.zeros(v + 1, np.int64)
     for u in range(v):
         top = 0
-        for e in range(ptr[u], ptr[u + 1]):
+        e0, e1 = edges_of(u, ptr, tail1, tail2, edge_part, runs)
+        for e in range(e0, e1):
             top = max(top, size[tail1[e]] + size[tail2[e]])
         size[u] = min(top + 1, 1 << 40)
     return size[:v]
@@ -103,13 +106,13 @@ def options(x, V, S, e0, e1, tail1, tail2, edge_part, peak):
 
 
 @kernel(fused=True)
-def up(kind, gamma, alpha, S, V, T, x, last, ptr, tail1, tail2, edge_part, node_part):
+def up(kind, gamma, alpha, S, V, T, x, last, ptr, tail1, tail2, edge_part, node_part, runs):
     """Values of nodes 0..last. T holds W = V − θ[part(v)] (Shannon, Hard) or τ (Tsallis)."""
     L = S.shape[1]
     peak, total = np.empty(L), np.empty(L)
     inverse = 1.0 / gamma
     for v in range(last + 1):
-        e0, e1 = ptr[v], ptr[v + 1]
+        e0, e1 = edges_of(v, ptr, tail1, tail2, edge_part, runs)
         own = node_part[v]
         options(x, V, S, e0, e1, tail1, tail2, edge_part, peak)
         if kind == SHANNON:
@@ -190,7 +193,9 @@ def weights(kind, gamma, alpha, x, count, T, v):
 
 
 @kernel(fused=True)
-def down(kind, gamma, alpha, S, V, T, x, last, goal, ptr, tail1, tail2, edge_part, node_part, G, M):
+def down(
+    kind, gamma, alpha, S, V, T, x, last, goal, ptr, tail1, tail2, edge_part, node_part, runs, G, M
+):
     """Expected visits G of nodes and M of parts, from each lane's goal down."""
     L = S.shape[1]
     peak = np.empty(L)
@@ -204,7 +209,7 @@ def down(kind, gamma, alpha, S, V, T, x, last, goal, ptr, tail1, tail2, edge_par
             visited |= G[v, lane] != 0
         if not visited:
             continue
-        e0, e1 = ptr[v], ptr[v + 1]
+        e0, e1 = edges_of(v, ptr, tail1, tail2, edge_part, runs)
         own = node_part[v]
         options(x, V, S, e0, e1, tail1, tail2, edge_part, peak)
         weights(kind, gamma, alpha, x, e1 - e0, T, v)
@@ -222,7 +227,7 @@ def down(kind, gamma, alpha, S, V, T, x, last, goal, ptr, tail1, tail2, edge_par
 
 @kernel(fused=True)
 def tangent(
-    kind, gamma, alpha, S, V, T, x, last, goal, ptr, tail1, tail2, edge_part, node_part,
+    kind, gamma, alpha, S, V, T, x, last, goal, ptr, tail1, tail2, edge_part, node_part, runs,
     dS, dV, mean, G, dG, dM,
 ):  # fmt: skip
     """The derivative dM of the expected parts in direction dS (the Hessian-vector product).
@@ -233,7 +238,7 @@ def tangent(
     L = S.shape[1]
     peak, top, bottom = np.empty(L), np.empty(L), np.empty(L)
     for v in range(last + 1):
-        e0, e1 = ptr[v], ptr[v + 1]
+        e0, e1 = edges_of(v, ptr, tail1, tail2, edge_part, runs)
         own = node_part[v]
         options(x, V, S, e0, e1, tail1, tail2, edge_part, peak)
         weights(kind, gamma, alpha, x, e1 - e0, T, v)
@@ -265,7 +270,7 @@ def tangent(
             visited |= G[v, lane] != 0
         if not visited:
             continue
-        e0, e1 = ptr[v], ptr[v + 1]
+        e0, e1 = edges_of(v, ptr, tail1, tail2, edge_part, runs)
         own = node_part[v]
         options(x, V, S, e0, e1, tail1, tail2, edge_part, peak)
         weights(kind, gamma, alpha, x, e1 - e0, T, v)
@@ -290,7 +295,7 @@ def tangent(
 @kernel
 def walk(
     kind, gamma, alpha, S, V, T, x, lane, goal, uniform, ptr, tail1, tail2, edge_part, node_part,
-    stack, z,
+    runs, stack, z,
 ):  # fmt: skip
     """Counts in z the parts of one derivation: the best (Hard), or a draw, one number per visit.
 
@@ -304,7 +309,7 @@ def walk(
         v = stack[top]
         if node_part[v] < width:
             z[node_part[v]] += 1
-        e0, e1 = ptr[v], ptr[v + 1]
+        e0, e1 = edges_of(v, ptr, tail1, tail2, edge_part, runs)
         total = 0.0
         for e in range(e0, e1):
             y = V[tail1[e], lane] + V[tail2[e], lane] + S[edge_part[e], lane]
@@ -336,15 +341,16 @@ def walk(
 
 @kernel
 def walks(
-    kind, gamma, alpha, S, V, T, x, goal, uniform, ptr, tail1, tail2, edge_part, node_part, stack, z
-):
+    kind, gamma, alpha, S, V, T, x, goal, uniform, ptr, tail1, tail2, edge_part, node_part, runs,
+    stack, z,
+):  # fmt: skip
     """``walk`` for every lane and every draw; NaN counts where there is no derivation."""
     for lane in range(S.shape[1]):
         for s in range(z.shape[0]):
             if V[goal[lane], lane] > -INF:
                 walk(
                     kind, gamma, alpha, S, V, T, x, lane, goal[lane], uniform[s, lane],
-                    ptr, tail1, tail2, edge_part, node_part, stack, z[s, lane],
+                    ptr, tail1, tail2, edge_part, node_part, runs, stack, z[s, lane],
                 )  # fmt: skip
             else:
                 z[s, lane] = np.nan
@@ -352,7 +358,7 @@ def walks(
 
 @kernel
 def kbest_item(
-    S, goal, k, ptr, tail1, tail2, edge_part, node_part, V, back, heap, keys, stack, scores, z
+    S, goal, k, ptr, tail1, tail2, edge_part, node_part, runs, V, back, heap, keys, stack, scores, z
 ):
     """The k best derivations of one item, by a heap at each node (Huang & Chiang, 2005, alg. 2).
 
@@ -367,7 +373,8 @@ def kbest_item(
         own = S[node_part[v]]
         size = 0
         bad = own
-        for e in range(ptr[v], ptr[v + 1]):
+        e0, e1 = edges_of(v, ptr, tail1, tail2, edge_part, runs)
+        for e in range(e0, e1):
             y = S[edge_part[e]] + V[tail1[e], 0] + V[tail2[e], 0]
             if y > -INF:
                 size = push(heap, keys, size, y, e, 0, 0)
@@ -404,6 +411,7 @@ def kbest_item(
             v, rank = stack[top, 0], stack[top, 1]
             if node_part[v] < width:
                 z[r, node_part[v]] += 1
+            edges_of(v, ptr, tail1, tail2, edge_part, runs)
             e = back[v, rank, 0]
             if edge_part[e] < width:
                 z[r, edge_part[e]] += 1
@@ -456,7 +464,7 @@ def larger(x, y):
 
 
 @kernel
-def outside(S, V, last, goal, ptr, tail1, tail2, edge_part, node_part, O, M):
+def outside(S, V, last, goal, ptr, tail1, tail2, edge_part, node_part, runs, O, M):
     """M: the best score of a derivation through each part (hard inside V, hard outside O)."""
     L = S.shape[1]
     O[:] = -INF
@@ -468,7 +476,8 @@ def outside(S, V, last, goal, ptr, tail1, tail2, edge_part, node_part, O, M):
         for lane in range(L):
             if O[v, lane] != -INF:
                 M[own, lane] = larger(M[own, lane], O[v, lane] + V[v, lane])
-        for e in range(ptr[v], ptr[v + 1]):
+        e0, e1 = edges_of(v, ptr, tail1, tail2, edge_part, runs)
+        for e in range(e0, e1):
             a, b, c = tail1[e], tail2[e], edge_part[e]
             for lane in range(L):
                 if O[v, lane] == -INF:  # out of reach, so a NaN here is nobody's
@@ -487,7 +496,7 @@ class Block:
     ) -> None:
         self.forest, self.goal, self.last = forest, goal, int(goal.max())
         self.code = (int(code[0]), code[1], code[2])
-        self.lists = (forest.ptr, forest.tail1, forest.tail2, forest.edge_part, forest.node_part)
+        self.lists = forest.incoming()
         L = len(scores)
         self.S = self.side_by_side(scores)
         self.V = np.empty((forest.num_nodes + 1, L))
@@ -659,9 +668,9 @@ def kbest(
     best = torch.empty(len(scores), k, dtype=scores.dtype)
     out = torch.empty(len(scores), k, width, dtype=scores.dtype)
     theta, goals, a, z = _numpy(scores.double()), _numpy(goal.int()), best.numpy(), out.numpy()
-    lists = (forest.ptr, forest.tail1, forest.tail2, forest.edge_part, forest.node_part)
 
     def task(low: int, high: int) -> None:
+        lists = forest.incoming()
         V = np.empty((forest.num_nodes + 1, k))
         back = np.empty((forest.num_nodes, k, 3), np.int32)
         room = forest.max_degree + 2 * k + 2

@@ -9,7 +9,8 @@ is needed. Sums flow to a node or part through lists of the edges that touch it 
 The nodes of a level are independent. A launch takes some 20–40 µs of the host, longer than most
 levels take the device, so all levels run in one cooperative launch with a barrier between them,
 unless they are very wide; then (and under the interpreter) each level is a launch. Nothing waits
-for the device, and of all passes only the top-down seeds depend on the goals.
+for the device, and of all passes only the top-down seeds depend on the goals. Shannon's value and
+gradient leave forests of many small levels to ``gpu_items``.
 
 Node values stay float64, so that long sums keep their digits under large offsets; the differences
 that enter exp and pow are cast to the dtype of the scores first.

@@ -272,7 +272,7 @@ class Plan:
         parts, nodes_of = forest.edge_part, np.bincount(forest.node_part, minlength=1)
         self.P, self.nodes, self.shape = forest.num_parts, v, (TILE, NARROW)
         self.edges = bool((parts < self.P).any())
-        self.direct = not self.edges and nodes_of[: self.P].max(initial=0) <= 1
+        self.direct = bool(not self.edges and nodes_of[: self.P].max(initial=0) <= 1)
         into = np.argsort(head, kind="stable")
         used, other = np.concatenate([tail1, tail2]), np.concatenate([tail2, tail1])
         key = used * np.int64(2 * v + 1) + np.concatenate([head, 2 * v - head])
@@ -286,11 +286,12 @@ class Plan:
         self.lists = [on(device, array) for array in lists]
         self.by_part: list[Tensor] = []
         if not self.direct:
-            node_ptr, node, edge_ptr, edge = forest.by_part
-            uses = triton.cdiv(max(len(node), len(edge)), max(self.P, 1))
+            by = forest.by_part
+            uses = triton.cdiv(max(len(by.node), len(by.edge)), max(self.P, 1))
             self.share = min(triton.next_power_of_2(max(uses, 1)), PARTS)
-            lists = [node_ptr, rank[node], edge_ptr, head[edge], tail1[edge], tail2[edge]]
-            self.by_part = [on(device, array) for array in lists]
+            edges = head[by.edge], tail1[by.edge], tail2[by.edge]
+            arrays = by.node_ptr, rank[by.node], by.edge_ptr, *edges
+            self.by_part = [on(device, array) for array in arrays]
 
     def run(self, scores: Tensor, goal: Tensor, gamma: float, down: bool) -> tuple[Tensor, Tensor]:
         """A ``(B)`` and, with ``down``, the gradient ``(B, P)``."""

@@ -2,7 +2,8 @@
 
 Every function takes scores ``(B, P)`` and works level by level, each level one dense ``maxΩ`` over
 a padded table of incoming edges. The value is differentiable by autograd to any order that Ω
-allows; gradient and Hessian-vector product are its derivatives.
+allows; gradient and Hessian-vector product are its derivatives. It works from lists of all edges,
+so those of a forest by rule are written out first: this is the definition, not for long sentences.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from structmax.forest.runs import edges_of
 from structmax.forest.topology import Forest, Ints
 from structmax.jit import exp, kernel
 
@@ -28,16 +29,17 @@ TRIES = 4  # shifts before an item is given up
 
 
 @kernel
-def count_parts(num_parts, ptr, tail1, tail2, edge_part, node_part):
+def count_parts(num_parts, ptr, tail1, tail2, edge_part, node_part, runs):
     """The number of parts in a derivation of each node, −1 where it varies."""
     v = len(ptr) - 1
     counts = np.zeros(v + 1, np.int32)
     for u in range(v):
-        for e in range(ptr[u], ptr[u + 1]):
+        e0, e1 = edges_of(u, ptr, tail1, tail2, edge_part, runs)
+        for e in range(e0, e1):
             a, b = counts[tail1[e]], counts[tail2[e]]
             count = a + b + (edge_part[e] < num_parts) + (node_part[u] < num_parts)
             count = -1 if a < 0 or b < 0 else count
-            if e == ptr[u]:
+            if e == e0:
                 counts[u] = count
             elif count != counts[u]:
                 counts[u] = -1
@@ -55,7 +57,9 @@ def exponentiate(S, m, inverse, E):
 
 
 @kernel(fused=True)
-def inside(S, gamma, last, goal, counts, ptr, tail1, tail2, edge_part, node_part, m, E, X, left):
+def inside(
+    S, gamma, last, goal, counts, ptr, tail1, tail2, edge_part, node_part, runs, m, E, X, left
+):
     """X of nodes 0..last, and each lane's ``left``: whether it must be computed in log space.
 
     A lane that leaves the range at a node is shifted so that this node comes to 1, and the pass
@@ -73,7 +77,8 @@ def inside(S, gamma, last, goal, counts, ptr, tail1, tail2, edge_part, node_part
         for v in range(last + 1):
             for lane in range(L):
                 total[lane] = 0.0
-            for e in range(ptr[v], ptr[v + 1]):
+            e0, e1 = edges_of(v, ptr, tail1, tail2, edge_part, runs)
+            for e in range(e0, e1):
                 a, b, c = tail1[e], tail2[e], edge_part[e]
                 if c == parts:
                     for lane in range(L):
@@ -108,7 +113,7 @@ def inside(S, gamma, last, goal, counts, ptr, tail1, tail2, edge_part, node_part
 
 
 @kernel(fused=True)
-def outside(last, goal, ptr, tail1, tail2, edge_part, node_part, E, X, O, M):
+def outside(last, goal, ptr, tail1, tail2, edge_part, node_part, runs, E, X, O, M):
     """O = ∂ log X[goal]/∂X, from each lane's goal down, and M, the expected parts."""
     L, parts = E.shape[1], E.shape[0] - 1
     above, flow = np.empty(L), np.empty(L)
@@ -120,7 +125,8 @@ def outside(last, goal, ptr, tail1, tail2, edge_part, node_part, E, X, O, M):
         for lane in range(L):
             M[own, lane] += O[v, lane] * X[v, lane]
             above[lane] = O[v, lane] * E[own, lane] if O[v, lane] > 0 else 0.0
-        for e in range(ptr[v], ptr[v + 1]):
+        e0, e1 = edges_of(v, ptr, tail1, tail2, edge_part, runs)
+        for e in range(e0, e1):
             a, b, c = tail1[e], tail2[e], edge_part[e]
             if c == parts:
                 # one array is written a loop: with two, each loop would begin by comparing rows
@@ -163,7 +169,7 @@ class ProductBlock:
 
     def __init__(self, forest: Forest, scores: NDArray, goal: Ints, gamma: float) -> None:
         self.forest, self.goal, self.gamma, self.last = forest, goal, gamma, int(goal.max())
-        self.lists = (forest.ptr, forest.tail1, forest.tail2, forest.edge_part, forest.node_part)
+        self.lists = forest.incoming()
         L = len(scores)
         S = np.empty((forest.num_parts + 1, L))
         S[:-1] = scores.T

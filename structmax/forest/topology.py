@@ -12,7 +12,10 @@ about the derivations of a goal:
 A forest holds no scores and no batch: one forest serves every item of its size, each item naming
 its own goal node.
 
-Glossary: B batch, v nodes, e edges, P parts.
+Large regular forests (the spans of a long sentence) are kept *by rule*: runs of edges instead of
+lists of them (see ``forest.runs``), which takes O(nodes) memory instead of O(edges).
+
+Glossary: B batch, v nodes, e edges, r runs, P parts.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +35,9 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 Ints = NDArray[np.int32]
+NO_RUNS: Ints = np.empty((0, 10), np.int32)
+MAX_LISTED_EDGES = 1 << 22  # a forest drawn in runs and larger than that is kept by rule
+MAX_WRITTEN_EDGES = 200_000_000  # no list of all its edges is longer
 
 
 class Forest:
@@ -67,7 +73,11 @@ class Forest:
         self.node_part = np.where(node_part < 0, num_parts, node_part).astype(np.int32)
         degree[leaves] = 1
         self.ptr = np.concatenate([[0], np.cumsum(degree)]).astype(np.int32)
-        size = _derivation_size(self.ptr, self.tail1, self.tail2)
+        self._measure()
+        self._register()
+
+    def _measure(self) -> None:
+        size = _derivation_size(*self.incoming())
         self.longest = int(size.max())
         if self.longest > np.iinfo(np.int32).max:
             raise ValueError(
@@ -75,7 +85,6 @@ class Forest:
                 "doubles at every level); derivations of such a forest cannot be walked."
             )
         self.derivation_size = size.astype(np.int32)
-        self._register()
 
     def _register(self) -> None:
         self.key = f"user:{next(_numbers)}"
@@ -86,25 +95,50 @@ class Forest:
     def num_edges(self) -> int:
         return len(self.head)
 
+    @property
+    def num_stored(self) -> int:
+        """How many edges or runs are held in memory."""
+        return self.num_edges
+
+    def incoming(self) -> tuple[Ints, ...]:
+        """``ptr, tail1, tail2, edge_part, node_part, runs`` as kernels read them (``forest.runs``).
+
+        The lists of a forest by rule are room for the edges of one node, so one thread's own.
+        """
+        return self.ptr, self.tail1, self.tail2, self.edge_part, self.node_part, NO_RUNS
+
     def __repr__(self) -> str:
         return (
             f"Forest(nodes={self.num_nodes}, edges={self.num_edges}, parts={self.num_parts}, "
             f"levels={len(self.levels.ptr) - 1})"
         )
 
+    _lists: ClassVar[tuple[str, ...]] = ("ptr", "head", "tail1", "tail2", "edge_part")
+    _sizes: ClassVar[tuple[str, ...]] = ("longest", "derivation_size")
+
     def __getstate__(self) -> dict[str, Any]:
-        fixed = "head tail1 tail2 edge_part node_part ptr derivation_size"
-        names = ["num_nodes", "num_parts", "longest", *fixed.split()]
+        names = ("num_nodes", "num_parts", "node_part", *self._lists, *self._sizes)
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._register()
 
+    def same_as(self, other: Forest) -> bool:
+        """Whether both have the same edges in the same order."""
+        sizes = ("num_nodes", "num_edges", "num_parts")
+        if any(getattr(self, name) != getattr(other, name) for name in sizes):
+            return False
+        lists = self._lists if self._lists == other._lists else Forest._lists
+        return all(
+            np.array_equal(getattr(self, name), getattr(other, name))
+            for name in ("node_part", *lists)
+        )
+
     @cached_property
     def levels(self) -> Levels:
         """Nodes grouped so that every tail lies in an earlier group."""
-        level = _levels(self.ptr, self.tail1, self.tail2)
+        level = _levels(*self.incoming())
         order = np.argsort(level, kind="stable").astype(np.int32)
         count = np.bincount(level, minlength=1)
         return Levels(order, np.concatenate([[0], np.cumsum(count)]).astype(np.int32))
@@ -114,14 +148,12 @@ class Forest:
         """``(v)``: the number of parts in a derivation of each node, −1 where it varies."""
         from structmax.forest.products import count_parts
 
-        lists = (self.ptr, self.tail1, self.tail2, self.edge_part, self.node_part)
-        return count_parts(self.num_parts, *lists)
+        return count_parts(self.num_parts, *self.incoming())
 
     @cached_property
     def used_parts(self) -> Ints:
         """The parts that some node or edge carries, in order."""
-        both = np.concatenate([self.node_part, self.edge_part])
-        return np.flatnonzero(np.bincount(both, minlength=self.num_parts + 1)[:-1]).astype(np.int32)
+        return _distinct(self.num_parts, self.node_part, self.edge_part)
 
     @cached_property
     def max_degree(self) -> int:
@@ -155,6 +187,85 @@ class Forest:
         if device not in self._device_views:
             self._device_views[device] = DeviceForest(self, device)
         return self._device_views[device]
+
+
+class RuledForest(Forest):
+    """A forest kept by rule: ``runs (r, 10)``, sorted by head; ``run_ptr (v+1)`` delimits those
+    into each node.
+
+    Kernels on the CPU read the runs. Whatever else looks at a list (``head``, ``tail1``, …: the
+    naive engine, the GPU) has all of them written out, once, if they are not too long.
+    """
+
+    def __init__(self, heads: Ints, runs: Ints, node_part: Ints, num_parts: int) -> None:
+        self.num_nodes, self.num_parts, self.node_part = len(node_part), num_parts, node_part
+        self.runs = runs
+        self.run_ptr = np.searchsorted(heads, np.arange(self.num_nodes + 1)).astype(np.int32)
+        self._register()
+
+    _lists, _sizes = ("run_ptr", "runs"), ()
+
+    def __getattr__(self, name: str) -> Any:
+        """What takes a pass over all edges is made when somebody asks for it."""
+        if name in Forest._sizes:
+            self._measure()
+            return self.__dict__[name]
+        if name not in Forest._lists:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        if self.num_edges > MAX_WRITTEN_EDGES:
+            raise ValueError(
+                f"{self!r}: this needs lists of all edges, more than {MAX_WRITTEN_EDGES:,}. On the "
+                "CPU, log_partition, marginals, argmax, sample, topk and max_marginals do without."
+            )
+        heads = np.repeat(np.arange(self.num_nodes, dtype=np.int32), np.diff(self.run_ptr))
+        ptr = np.concatenate([[0], np.cumsum(self._degree)]).astype(np.int32)
+        lists = (ptr, *_write_out(heads, self.runs))
+        self.__dict__.update(zip(Forest._lists, lists, strict=True))
+        return self.__dict__[name]
+
+    @cached_property
+    def _degree(self) -> NDArray[np.int64]:
+        return np.add.reduceat(self.runs[:, 0], self.run_ptr[:-1], dtype=np.int64)
+
+    @property
+    def num_edges(self) -> int:
+        return int(self._degree.sum())
+
+    @property
+    def num_stored(self) -> int:
+        return len(self.runs) + ("head" in self.__dict__) * self.num_edges
+
+    @cached_property
+    def max_degree(self) -> int:
+        return int(self._degree.max())
+
+    def incoming(self) -> tuple[Ints, ...]:
+        room = [np.empty(self.max_degree, np.int32) for _ in range(3)]
+        return self.run_ptr, *room, self.node_part, self.runs
+
+    @cached_property
+    def used_parts(self) -> Ints:
+        runs = self.runs[self.runs[:, 7] < self.num_parts]
+        *_, edge_part = _write_out(np.zeros(len(runs), np.int32), runs)
+        return _distinct(self.num_parts, self.node_part, edge_part)
+
+    def __repr__(self) -> str:
+        return f"Ruled{super().__repr__()[:-1]}, runs={len(self.runs)})"
+
+
+def _distinct(num_parts: int, *parts: Ints) -> Ints:
+    count = np.bincount(np.concatenate(parts), minlength=num_parts + 1)
+    return np.flatnonzero(count[:num_parts]).astype(np.int32)
+
+
+def _write_out(heads: Ints, runs: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """``head, tail1, tail2, edge_part`` of every edge."""
+    from structmax.forest.runs import write_all
+
+    count = int(runs[:, 0].sum(dtype=np.int64))
+    head, tail1, tail2, edge_part = (np.empty(count, np.int32) for _ in range(4))
+    write_all(heads, runs, head, tail1, tail2, edge_part)
+    return head, tail1, tail2, edge_part
 
 
 class Levels(NamedTuple):
@@ -226,7 +337,7 @@ class ForestBuilder:
     def __init__(self) -> None:
         self._num_nodes = 0
         self._node_parts: list[Ints] = []
-        self._edges: list[tuple[Ints, Ints, Ints, Ints]] = []
+        self._edges: list[tuple[Ints, ...]] = []  # of (head, tail1, tail2, part), or (head, run)
 
     def node(self, part: int = -1) -> int:
         """Adds a node and returns its number. ``part`` −1 means none."""
@@ -267,9 +378,7 @@ class ForestBuilder:
         """Adds edges in bulk; the arguments broadcast. −1 means no tail, no part."""
         what = "ForestBuilder.edges: heads, tails and parts"
         head, t1, t2, part = _integers(what, heads, tails1, tails2, parts)
-        if len(head) and (head.min() < 0 or head.max() >= self._num_nodes):
-            bad = int(head[(head < 0) | (head >= self._num_nodes)][0])
-            raise ValueError(f"ForestBuilder.edges: head {bad} is no node yet.")
+        self._check_heads("edges", head)
         late = (t1 >= head) | (t2 >= head) | (t1 < -1) | (t2 < -1)
         if late.any():
             i = int(np.flatnonzero(late)[0])
@@ -283,22 +392,112 @@ class ForestBuilder:
             )
         self._edges.append((head, t1, t2, part))
 
+    def runs(
+        self, heads: ArrayLike, counts: ArrayLike, edge: Callable[[Any], tuple[ArrayLike, ...]]
+    ) -> None:
+        """Adds runs of edges: ``counts`` edges to each head, the d-th of them ``edge(d)``, a tuple
+        ``tails1[, tails2[, parts]]`` as ``edges`` takes them.
+
+        Each must be a polynomial in d of degree 2 at most, or −1 for the whole run. Then a forest
+        too large for lists of its edges is kept by rule, in memory that grows as the runs.
+
+        A sum of n numbers, each 0 or 1 (parts 2t and 2t + 1), as runs of two edges:
+
+        >>> draw = ForestBuilder()
+        >>> after = draw.nodes(3)  # after t + 1 numbers
+        >>> draw.runs(after, 2, lambda d: (after - 1, -1, 2 * after + d))
+        >>> draw.build()
+        Forest(nodes=3, edges=6, parts=6, levels=3)
+        """
+        what = "ForestBuilder.runs: heads, counts, tails and parts"
+        head, count = _integers(what, heads, counts)
+        self._check_heads("runs", head)
+        if len(count) and count.min() < 0:
+            raise ValueError(f"ForestBuilder.runs: a count must be at least 0, got {count.min()}.")
+
+        def at(d: ArrayLike) -> NDArray[np.int64]:
+            """Tails and part of the d-th edge of each run, ``(3, r)``."""
+            given = _integers(what, head, *(*edge(d), -1, -1)[:3])[1:]
+            return np.stack(given).astype(np.int64)
+
+        (zeroth, first, second), last = (at(d) for d in range(3)), np.maximum(count - 1, 0)
+        step = np.where(count > 1, first - zeroth, 0)
+        bend = np.where(count > 2, second - 2 * first + zeroth, 0)
+        wrong = (zeroth + step * last + bend * (last * (last - 1) // 2) != at(last)) & (count > 0)
+        if wrong.any():
+            r = int(np.flatnonzero(wrong.any(0))[0])
+            raise ValueError(
+                f"ForestBuilder.runs: the tails and the part of node {head[r]} must be polynomials "
+                "in d of degree 2 at most. Cut the run where they are not."
+            )
+        rows = np.concatenate([count[None], np.stack([zeroth, step, bend], 1).reshape(9, -1)])
+        rows = np.ascontiguousarray(rows.T[count > 0], dtype=np.int32)
+        self._edges.append((head[count > 0], rows))
+
+    def _check_heads(self, method: str, head: Ints) -> None:
+        if len(head) and (head.min() < 0 or head.max() >= self._num_nodes):
+            bad = int(head[(head < 0) | (head >= self._num_nodes)][0])
+            raise ValueError(f"ForestBuilder.{method}: head {bad} is no node yet.")
+
     def build(self, num_parts: int | None = None) -> Forest:
         """The forest. ``num_parts`` is the length of the scores (default: the largest part + 1)."""
         if self._num_nodes == 0:
             raise ValueError("ForestBuilder.build: a forest needs at least one node.")
-        empty = np.empty(0, np.int32)
         node_part = np.concatenate(self._node_parts)
+        if any(len(given) == 2 for given in self._edges):
+            return self._build_runs(node_part, num_parts)
+        empty = np.empty(0, np.int32)
         columns = zip(*self._edges, strict=True) if self._edges else [(empty,)] * 4
         head, t1, t2, part = (np.concatenate(column) for column in columns)
-        largest = max(node_part.max(initial=-1), part.max(initial=-1))
-        if num_parts is None:
-            num_parts = int(largest) + 1
-        if largest >= num_parts:
-            raise ValueError(
-                f"ForestBuilder.build: part {largest} is used, but num_parts is {num_parts}."
-            )
+        num_parts = _number_of_parts(num_parts, node_part, part.max(initial=-1))
         return Forest(head, t1, t2, part, node_part, num_parts)
+
+    def _build_runs(self, node_part: Ints, num_parts: int | None) -> Forest:
+        from structmax.forest.runs import survey
+
+        given = [pair if len(pair) == 2 else _single_runs(*pair) for pair in self._edges]
+        heads, runs = (np.concatenate(column) for column in zip(*given, strict=True))
+        r, d, largest = survey(heads, runs)
+        if r >= 0:
+            a, b, c = np.moveaxis(runs[r, 1:].reshape(3, 3), 1, 0)
+            tail1, tail2, part = (a + b * d + c * (d * (d - 1) // 2)).tolist()
+            raise ValueError(
+                f"ForestBuilder.runs: edge {d} of a run of node {heads[r]} has the tails "
+                f"({tail1}, {tail2}) and part {part}. Tails must be earlier nodes and parts at "
+                "least 0, or -1 for the whole run."
+            )
+        num_parts = _number_of_parts(num_parts, node_part, largest)
+        v = self._num_nodes
+        leaves = np.flatnonzero(np.bincount(heads, minlength=v) == 0).astype(np.int32)
+        none = np.full(len(leaves), -1, np.int32)
+        added = _single_runs(leaves, none, none, none)
+        heads, runs = np.concatenate([heads, added[0]]), np.concatenate([runs, added[1]])
+        order = np.argsort(heads, kind="stable")
+        heads, runs = heads[order], runs[order]
+        if runs[:, 0].sum(dtype=np.int64) <= MAX_LISTED_EDGES:
+            return Forest(*_write_out(heads, runs), node_part, num_parts)
+        for column, absent in ((1, v), (4, v), (7, num_parts)):
+            runs[runs[:, column] == -1, column] = absent
+        node_part = np.where(node_part < 0, num_parts, node_part).astype(np.int32)
+        return RuledForest(heads, runs, node_part, num_parts)
+
+
+def _single_runs(head: Ints, tail1: Ints, tail2: Ints, part: Ints) -> tuple[Ints, Ints]:
+    """Edges as runs of one each."""
+    runs = np.zeros((len(head), 10), np.int32)
+    runs[:, 0], runs[:, 1], runs[:, 4], runs[:, 7] = 1, tail1, tail2, part
+    return head, runs
+
+
+def _number_of_parts(num_parts: int | None, node_part: Ints, largest_of_edges: int) -> int:
+    largest = int(max(node_part.max(initial=-1), largest_of_edges))
+    if num_parts is None:
+        return largest + 1
+    if largest >= num_parts:
+        raise ValueError(
+            f"ForestBuilder.build: part {largest} is used, but num_parts is {num_parts}."
+        )
+    return num_parts
 
 
 def _integers(what: str, *given: ArrayLike) -> list[Ints]:
@@ -334,7 +533,7 @@ def name_of(family_name: str, sizes: Sequence[int]) -> str:
 
 
 def lookup(key: str) -> Forest:
-    """The forest of that name, drawn if need be. The cache is bounded by its number of edges."""
+    """The forest of that name, drawn if need be. The cache is bounded by the edges it stores."""
     kind, _, rest = key.partition(":")
     if kind == "user":
         try:
@@ -347,7 +546,7 @@ def lookup(key: str) -> Forest:
         if key not in _cache:
             _cache[key] = _families[kind](*[int(size) for size in rest.split(",")])
         _cache.move_to_end(key)
-        while len(_cache) > 1 and sum(f.num_edges for f in _cache.values()) > MAX_CACHED_EDGES:
+        while len(_cache) > 1 and sum(f.num_stored for f in _cache.values()) > MAX_CACHED_EDGES:
             _cache.popitem(last=False)
         return _cache[key]
 
@@ -362,13 +561,13 @@ def bucket(n: int) -> int:
     return -(-n // step) * step
 
 
-def _levels(ptr: Ints, tail1: Ints, tail2: Ints) -> Ints:
+def _levels(*incoming: Ints) -> Ints:
     from structmax.forest.cpu import level_of_nodes
 
-    return level_of_nodes(ptr, tail1, tail2)
+    return level_of_nodes(*incoming)
 
 
-def _derivation_size(ptr: Ints, tail1: Ints, tail2: Ints) -> NDArray[np.int64]:
+def _derivation_size(*incoming: Ints) -> NDArray[np.int64]:
     from structmax.forest.cpu import size_of_derivations
 
-    return size_of_derivations(ptr, tail1, tail2)
+    return size_of_derivations(*incoming)

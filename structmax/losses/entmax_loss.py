@@ -25,8 +25,8 @@ def entmax_loss(
     """L(θ, y) = maxΩ(θ) + Ω(y) − ⟨θ, y⟩ with Ω of α-entmax; its gradient is entmax(θ) − y.
 
     It is at least 0, and 0 exactly where entmax(θ) = y (Blondel, Martins & Niculae, "Learning with
-    Fenchel-Young losses", JMLR 2020; Peters, Niculae & Martins, ACL 2019). For α > 1 that happens at
-    finite scores: once the target leads by a margin of 1/(α−1), the loss is over.
+    Fenchel-Young losses", JMLR 2020; Peters, Niculae & Martins, ACL 2019). For α > 1 that happens
+    at finite scores: once the target leads by a margin of 1/(α−1), the loss is over.
 
     - ``scores (*B, n)``; −inf forbids an entry, and ``mask`` (True = keep) does.
     - ``target`` is ``(*B)`` integers, or ``(*B, n)`` distributions.
@@ -88,9 +88,7 @@ def entmax_loss(
     return loss.sum() if reduction == "sum" else loss.sum() / (~ignored).sum()
 
 
-def _check(
-    scores: Tensor, target: Tensor, soft: bool, ignore_index: int, reduction: str
-) -> None:
+def _check(scores: Tensor, target: Tensor, soft: bool, ignore_index: int, reduction: str) -> None:
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(
             f'entmax_loss: reduction must be "mean", "sum" or "none", got {reduction!r}.'
@@ -98,13 +96,14 @@ def _check(
     n = scores.shape[-1]
     if soft and target.shape != scores.shape:
         raise ValueError(
-            f"entmax_loss: a floating-point target holds distributions and must have the scores' "
-            f"shape {tuple(scores.shape)}, got {tuple(target.shape)}. Use target.long() for classes."
+            "entmax_loss: a floating-point target holds distributions and must have the scores' "
+            f"shape {tuple(scores.shape)}, got {tuple(target.shape)}. For classes use "
+            "target.long()."
         )
     if not soft and target.shape != scores.shape[:-1]:
         raise ValueError(
-            f"entmax_loss: an integer target must be {tuple(scores.shape[:-1])} for scores of shape "
-            f"{tuple(scores.shape)}, got {tuple(target.shape)}."
+            f"entmax_loss: an integer target must be {tuple(scores.shape[:-1])} for scores of "
+            f"shape {tuple(scores.shape)}, got {tuple(target.shape)}."
         )
     if not soft and target.device.type == "cpu" and can_look():
         bad = ((target < 0) | (target >= n)) & (target != ignore_index)

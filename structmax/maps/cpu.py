@@ -87,7 +87,7 @@ def drop(z, index, count, limit):
 def total_of(z, count):
     s = 0.0
     for i in range(count):
-        s += z[i]
+        s += np.float64(z[i])
     return s
 
 
@@ -129,7 +129,7 @@ def sparsemax_row(z, index, count):
 
 @kernel(inner=True, fast=True)
 def moments(z, count, shift):
-    """Σu, Σu² and the least u = z + shift."""
+    """Σu and Σu² of u = z + shift."""
     first, second = 0.0, 0.0
     for i in range(count):
         u = z[i] + shift
@@ -188,15 +188,17 @@ def kept_mass(epsilon, level):
 @kernel(inner=True, fused=True)
 def powers(z, count, level, epsilon, u, p):
     """u = 1 + ε(z − λ) and p = u^{1/ε}. The logarithm is taken of 1 + y without losing y."""
+    one, tiny = z.dtype.type(1), z.dtype.type(1e-30 if z.itemsize == 4 else 1e-300)
+    level, epsilon = z.dtype.type(level), z.dtype.type(epsilon)
     for i in range(count):
-        v = 1.0 + epsilon * (z[i] - level)
-        u[i] = v if v > 1e-300 else 1e-300
+        v = one + epsilon * (z[i] - level)
+        u[i] = v if v > tiny else tiny
     for i in range(count):
         p[i] = log(u[i])
     for i in range(count):
-        y = u[i] - 1.0
+        y = u[i] - one
         ratio = p[i] / y
-        p[i] = (z[i] - level) * (ratio if y != 0.0 else 1.0)
+        p[i] = (z[i] - level) * (ratio if y != 0 else one)
     for i in range(count):
         p[i] = exp(p[i])
 
@@ -206,32 +208,35 @@ def sums(u, p, count):
     """M = Σp and S = Σp/u, what M loses as λ grows."""
     mass, slope = 0.0, 0.0
     for i in range(count):
-        mass += p[i]
-        slope += p[i] / u[i]
+        mass += np.float64(p[i])
+        slope += np.float64(p[i] / u[i])
     return mass, slope
 
 
 @kernel(inner=True)
-def entmax_row(z, index, count, epsilon, u, p, tolerance):
-    """p = [1 + ε(z − λ)]₊^{1/ε} for 0 ≤ ε ≤ 1: softmax at ε = 0.
+def entmax_row(z, index, count, epsilon, u, p):
+    """z ← p = [1 + ε(z − λ)]₊^{1/ε} for 0 < ε < 1, in the dtype of z.
 
     Newton on M^ε = 1, M = Σp: the norm ‖u‖ of exponent 1/ε is convex in λ, so that λ grows to the
-    root and what it has passed is out for good. Returns the size of the support.
+    root, and what it has passed is out for good. Returns the size of the support.
     """
     level = 0.0
+    tolerance = 1e-4 if z.itemsize == 4 else 1e-9  # a last step of first order squares it
     for _ in range(200):
         powers(z, count, level, epsilon, u, p)
         mass, slope = sums(u, p, count)
         step = mass * kept_mass(epsilon, math.log(mass)) / slope
-        if abs(mass - 1.0) <= tolerance or not step > 0.0:
+        if mass - 1.0 <= tolerance or not step > 0.0:
             break
         level += step
-        count = drop(z, index, count, level - 1.0 / epsilon) if epsilon > 0.0 else count
+        count = drop(z, index, count, level - 1.0 / epsilon)
+    linear = z.dtype.type(step)
     for i in range(count):
-        p[i] = max(p[i] - step * (p[i] / u[i]), 0.0)
-    mass = total_of(p, count)
+        here = p[i] - linear * (p[i] / u[i])
+        p[i] = here if here > 0 else z.dtype.type(0)
+    scale = z.dtype.type(1.0 / total_of(p, count))
     for i in range(count):
-        z[i] = p[i] / mass
+        z[i] = p[i] * scale
     return count
 
 
@@ -252,9 +257,9 @@ def root_mass(w, count, T, power, p):
 def steep_row(z, index, count, epsilon, u, p):
     """p = [w + T]₊^{1/ε}, w = εz, for ε > 1, where p leaves 0 with infinite slope.
 
-    First the support: T lies between two entries of −w, found by evaluating M = Σp there. Then, with
-    r the p of the last entry e, p = (w − w_e + r^ε)^{1/ε} is convex in r and Newton comes down to
-    Σp = 1 from r = 1/count, precise however close to its edge e lies.
+    First the support: T lies between two entries of −w, found by evaluating M = Σp there. Then,
+    with r the p of the last entry e, p = (w − w_e + r^ε)^{1/ε} is convex in r and Newton comes down
+    to Σp = 1 from r = 1/count, precise however close to its edge e lies.
     """
     power = 1.0 / epsilon
     for i in range(count):
@@ -321,7 +326,7 @@ def entmax_rows(x, bits, alpha, p, low, high):
     n = x.shape[1]
     z, u, q = np.empty(n + 1), np.empty(n + 1), np.empty(n + 1)
     index = np.empty(n + 1, np.int32)
-    tolerance = 1e-9 if x.itemsize == 8 else 3e-5  # a last step of first order squares it
+    work = np.empty((3, n + 1), x.dtype)
     spot = np.empty(1, x.dtype)
     for row in range(low, high):
         a = alpha[row if alpha.shape[0] > 1 else 0]
@@ -332,13 +337,18 @@ def entmax_rows(x, bits, alpha, p, low, high):
         if a == 1.0:
             softmax_row(x[row], peak, p[row])
             continue
-        count = gather(x[row], peak, 1.0 / (a - 1.0), p[row], z, index)
+        radius = 1.0 / (a - 1.0)
+        if a < 2.0 and a != 1.5:
+            count = gather(x[row], peak, radius, p[row], work[0], index)
+            count = entmax_row(work[0], index, count, a - 1.0, work[1], work[2])
+            for i in range(count):
+                p[row, index[i]] = work[0, i]
+            continue
+        count = gather(x[row], peak, radius, p[row], z, index)
         if a == 2.0:
             count = sparsemax_row(z, index, count)
         elif a == 1.5:
             count = entmax15_row(z, index, count)
-        elif a < 2.0:
-            count = entmax_row(z, index, count, a - 1.0, u, q, tolerance)
         else:
             count = steep_row(z, index, count, a - 1.0, u, q)
         for i in range(count):
@@ -351,7 +361,6 @@ def normmax_rows(x, bits, alpha, p, low, high):
     n = x.shape[1]
     z, u, q = np.empty(n + 1), np.empty(n + 1), np.empty(n + 1)
     index = np.empty(n + 1, np.int32)
-    tolerance = 1e-9 if x.itemsize == 8 else 3e-5
     epsilon = 1.0 - 1.0 / alpha
     spot = np.empty(1, x.dtype)
     for row in range(low, high):
@@ -365,7 +374,7 @@ def normmax_rows(x, bits, alpha, p, low, high):
         if epsilon == 0.5:
             count = entmax15_row(z, index, count)
         else:
-            count = entmax_row(z, index, count, epsilon, u, q, tolerance)
+            count = entmax_row(z, index, count, epsilon, u, q)
         for i in range(count):
             z[i] = z[i] ** (1.0 / alpha)
         total = total_of(z, count)
@@ -375,14 +384,13 @@ def normmax_rows(x, bits, alpha, p, low, high):
 
 @kernel(inner=True, fast=True)
 def clipped(z, count, tau):
-    """Σ of z − τ clipped to [0, 1], how many are inside and how many are 1."""
-    mass, inside, ones = 0.0, 0, 0
+    """Σ of z − τ clipped to [0, 1], and how many are inside."""
+    mass, inside = 0.0, 0
     for i in range(count):
         v = z[i] - tau
         inside += 1 if (v > 0.0) & (v < 1.0) else 0
-        ones += 1 if v >= 1.0 else 0
         mass += min(max(v, 0.0), 1.0)
-    return mass, inside, ones
+    return mass, inside
 
 
 @kernel(inner=True)
@@ -394,7 +402,7 @@ def budget_row(z, count, k):
     low, high = least_of(z, count) - 1.0, 0.0
     tau, before = 0.5 * (low + high), high - low
     for _ in range(2000):
-        mass, inside, ones = clipped(z, count, tau)
+        mass, inside = clipped(z, count, tau)
         if mass >= k:
             low = max(low, tau)
         else:
@@ -409,7 +417,7 @@ def budget_row(z, count, k):
     for i in range(count):
         z[i] -= tau
     for _ in range(3):
-        mass, inside, ones = clipped(z, count, 0.0)
+        mass, inside = clipped(z, count, 0.0)
         step = (k - mass) / inside if inside > 0 else 0.0
         for i in range(count):
             z[i] += step
@@ -520,7 +528,8 @@ def second_order(p, epsilon):
 def entmax_backward_rows(p, g, alpha, out, slope, low, high):
     """g_x = s(g − ḡ) with ḡ the mean of g under s, and −Σ r(g − ḡ) into slope unless it is empty.
 
-    For α > 2 an entry of small p has an s that dwarfs the others; its gradient is read off Σg_x = 0.
+    For α > 2 an entry of small p has an s that dwarfs the others; its gradient is read off
+    Σ g_x = 0.
     """
     n = p.shape[1]
     s = np.empty(n)

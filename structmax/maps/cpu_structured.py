@@ -114,10 +114,10 @@ def project(z, kept, count, p):
         peak = max(peak, z[k])
     for k in range(count):
         z[k] -= peak
-    tau, before = -1.0, -1.0
+    tau, before = -1.0, INF
     while True:
         total, above = sum_above(z, count, tau)
-        if above == before:
+        if above >= before:  # where z = τ up to rounding, it might come back
             break
         tau, before = (total - 1.0) / above, above
     for k in range(count):

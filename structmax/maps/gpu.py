@@ -1,12 +1,12 @@
 """The kernels of the maps on the GPU, written in Triton.
 
-A program answers for ``BR`` rows. A row of up to ``ON_CHIP`` entries is read once, stays in
+A program answers for ``BR`` rows. A row of up to ``LARGEST`` entries is read once, stays in
 registers while the threshold is searched, and is written once; a longer one is read tile by tile in
 every round, in the same code: ``tile`` gives the entries from ``start`` on, from either place. The
-search is that of the CPU kernels, in the dtype of the scores; a last step, linear in what is missing
-to Σ p = 1, is taken on p itself, so that it does not suffer from the rounding of the threshold.
+search is that of the CPU kernels, in the dtype of the scores. A last step, linear in what is
+missing to Σ p = 1, is taken on p itself: the rounding of the threshold does not matter then.
 
-Glossary: ``z = x − peak ≤ 0``; ``rate = α − 1``; ``level`` the λ of p = [1 + rate(z − λ)]₊^{1/rate}.
+Glossary: z = x − peak ≤ 0; ``rate`` = α − 1; ``level`` is the λ of p = [1 + rate(z − λ)]₊^{1/rate}.
 """
 
 from __future__ import annotations
@@ -103,8 +103,10 @@ def newton(mass, slope, rate, KIND: tl.constexpr):
     else:
         level = tl.log(tl.where(mass > 0.0, mass, 1.0))
         kept = tl.exp(-rate * level)  # (1 − kept)/rate, without a loss where kept is close to 1
-        move = mass * level * tl.where(
-            kept == 1.0, 1.0, (kept - 1.0) / tl.where(kept == 1.0, 1.0, tl.log(kept))
+        move = (
+            mass
+            * level
+            * tl.where(kept == 1.0, 1.0, (kept - 1.0) / tl.where(kept == 1.0, 1.0, tl.log(kept)))
         )
     return move / tl.where(slope > 0.0, slope, 1.0)
 
@@ -230,7 +232,7 @@ def steep_kernel(
             total += tl.sum(tl.where(between, t, 0.0), 1)[:, None]
             first = tl.minimum(first, tl.min(tl.where(between, t, INF), 1)[:, None])
             last = tl.maximum(last, tl.max(tl.where(between, t, -INF), 1)[:, None])
-        middle = total / tl.maximum(inside, 1.0) if turn % 2 == 0 else 0.5 * (low + high)
+        middle = tl.where(turn % 2 == 0, total / tl.maximum(inside, 1.0), 0.5 * (low + high))
         T = tl.minimum(tl.maximum(middle, first), last)
         mass = tl.zeros((BR, 1), dtype)
         for start in range(0, stop, BN):
@@ -411,7 +413,7 @@ def entmax_backward_kernel(
     steep = alpha > 2.0
 
     top, base = tl.full((BR, 1), 2147483647, tl.int32), tl.zeros((BR, 1), dtype)
-    least = tl.full((BR, 1), 1.0, dtype)
+    least = tl.full((BR, 1), 3.0, dtype)
     if KIND == STEEP:
         for start in range(0, stop, BN):
             p = pick(p0, P, row, start, n, R, ON_CHIP, BR, BN)
@@ -419,7 +421,7 @@ def entmax_backward_kernel(
             here = tl.min(p, 1)[:, None]
             column = start + tl.arange(0, BN)[None, :]
             place = tl.min(tl.where(p == here, column, 2147483647), 1)[:, None]
-            top = tl.where(here < least, place, tl.where(least == 1.0, place, top))
+            top = tl.where(here < least, place, top)
             least = tl.minimum(least, here)
         for start in range(0, stop, BN):
             g = pick(g0, G, row, start, n, R, ON_CHIP, BR, BN)
@@ -553,12 +555,11 @@ def _entmax(x: Tensor, parameters: list[Tensor], alpha: float, norm: float = 0.0
     grid = (triton.cdiv(len(x), shape["BR"]),)
     each = parameters[0].contiguous() if parameters else x
     kind = NEAR.value if parameters else _kind(alpha)
-    if kind != STEEP.value:
-        entmax_kernel[grid](
-            x, p, each, *x.shape, ALPHA=alpha, NORM=norm, KIND=kind, **shape
-        )
-    if kind == STEEP.value or parameters:
-        steep_kernel[grid](x, p, each, *x.shape, ALPHA=alpha, **shape)
+    with torch.cuda.device_of(x):
+        if kind != STEEP.value:
+            entmax_kernel[grid](x, p, each, *x.shape, ALPHA=alpha, NORM=norm, KIND=kind, **shape)
+        if kind == STEEP.value or parameters:
+            steep_kernel[grid](x, p, each, *x.shape, ALPHA=alpha, **shape)
     return p
 
 
@@ -576,9 +577,11 @@ def _backward(
     each = parameters[0].contiguous() if parameters else p
     slope = [torch.empty_like(each)] if parameters else []
     kind = STEEP.value if parameters else _kind(alpha)
-    entmax_backward_kernel[(triton.cdiv(len(p), shape["BR"]),)](
-        p, g, each, out, *(slope or [p]), *p.shape, ALPHA=alpha, KIND=kind, UPPER=upper, **shape
-    )
+    rest = {"ALPHA": alpha, "KIND": kind, "UPPER": upper, **shape}
+    with torch.cuda.device_of(p):
+        entmax_backward_kernel[(triton.cdiv(len(p), shape["BR"]),)](
+            p, g, each, out, *(slope or [p]), *p.shape, **rest
+        )
     return [out, *slope]
 
 
@@ -605,7 +608,9 @@ def sparsemax_backward(
 def budgetmax(x: Tensor, parameters: list[Tensor], options: list[float]) -> Tensor:
     x, p = x.contiguous(), _empty(x)
     shape = _shape(x)
-    budget_kernel[(triton.cdiv(len(x), shape["BR"]),)](x, p, *x.shape, K=options[0], **shape)
+    grid = (triton.cdiv(len(x), shape["BR"]),)
+    with torch.cuda.device_of(x):
+        budget_kernel[grid](x, p, *x.shape, K=options[0], **shape)
     return p
 
 
@@ -624,7 +629,7 @@ def normmax_backward(
 ) -> list[Tensor]:
     p, g, out = p.contiguous(), g.contiguous(), _empty(p)
     shape = _shape(p)
-    normmax_backward_kernel[(triton.cdiv(len(p), shape["BR"]),)](
-        p, g, out, *p.shape, ALPHA=options[0], **shape
-    )
+    grid = (triton.cdiv(len(p), shape["BR"]),)
+    with torch.cuda.device_of(p):
+        normmax_backward_kernel[grid](p, g, out, *p.shape, ALPHA=options[0], **shape)
     return [out]

@@ -1,7 +1,7 @@
 """The recipe of a map: where maps become differentiable torch functions, once.
 
-A map answers each row of scores by a row p. Everything its backward pass needs can be read off p and
-the parameters (α, bounds), so a map is given by two formulas and their two kernels. To add one:
+A map answers each row of scores by a row p. Everything its backward pass needs can be read off p
+and the parameters (α, bounds), so a map is given by two formulas and their two kernels. To add one:
 
 1. In ``structmax/maps/<name>.py``, write ``naive(x, parameters, options) -> p``, the definition in
    plain torch; it need not be differentiable.
@@ -16,10 +16,10 @@ the parameters (α, bounds), so a map is given by two formulas and their two ker
    name in ``structmax/__init__.py``.
 
 All four functions see rows: x, p and g are ``(R, n)``, float32 or float64, with R, n ≥ 1;
-``parameters`` is a list of tensors, ``(R, 1)`` for a parameter declared ``"row"`` and ``(R, n)`` for
-an ``"element"`` one, possibly expanded (stride 0); ``options`` is a list of floats, without gradient.
-``naive_backward`` may meet further batch dimensions in front. Trailing parameters may be left out of
-a call; the four functions then see a shorter list.
+``parameters`` is a list of tensors, ``(R, 1)`` for a parameter declared ``"row"`` and ``(R, n)``
+for an ``"element"`` one, possibly expanded (stride 0); ``options`` is a list of floats, without
+gradient. ``naive_backward`` may meet further batch dimensions in front. Trailing parameters may be
+left out of a call; the four functions then see a shorter list.
 
 What every map promises, and its four functions must keep: an entry that is −inf gets p = 0 and no
 gradient (masked entries arrive as −inf, whatever they held); a row of −inf gets zeros, and so does
@@ -83,7 +83,9 @@ class Map:
             p: Tensor, g: Tensor, parameters: Tensors, options: Options
         ) -> list[Tensor]:
             if not p.numel():
-                return [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in [p, *parameters]]
+                return [
+                    torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in [p, *parameters]
+                ]
             flat = [flatten_batch(t, 1) for t in parameters]
             run = self._engine("_backward", p)
             out = run(flatten_batch(p, 1), flatten_batch(g, 1), flat, list(options))
@@ -193,10 +195,10 @@ class _ApplyBothModes(_Apply):
             torch.zeros_like(t) if v is None else v
             for t, v in zip((p, *parameters), tangents, strict=True)
         ]
-        _, transpose = torch.func.vjp(
+        transpose = torch.func.vjp(
             lambda g: tuple(m.naive_backward(p, g, parameters, list(ctx.options))),
             torch.zeros_like(p),
-        )
+        )[1]
         return transpose(tuple(given))[0]
 
 

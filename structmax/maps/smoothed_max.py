@@ -56,7 +56,7 @@ def tsallis(p: Tensor, alpha: Tensor) -> Tensor:
 
 
 def tsallis_slope(p: Tensor, alpha: Tensor) -> Tensor:
-    """The derivative of ``tsallis`` in α: with l = log p and e(y) = (e^y − 1)/y, p l e((α−1)l)/α."""
+    """The derivative in α of ``tsallis`` = p l e((α−1)l)/α, l = log p, e(y) = (e^y − 1)/y."""
     level = torch.where(p == 0, 1.0, p).log()
     y = (alpha - 1) * level
     first = p * level**2 * relative_exp_slope(y) / alpha
@@ -86,9 +86,7 @@ def _series(y: Tensor, near: Tensor, order: int) -> Tensor:
     return total
 
 
-def smoothed_max(
-    x: Tensor, omega: Smoothing, dim: int = -1, mask: Tensor | None = None
-) -> Tensor:
+def smoothed_max(x: Tensor, omega: Smoothing, dim: int = -1, mask: Tensor | None = None) -> Tensor:
     """maxΩ(x) = max over p in the simplex of ⟨p, x⟩ − Ω(p); its gradient is the map argmaxΩ(x).
 
     Ω is one of ``sx.Hard()`` (the maximum itself), ``sx.Shannon(γ)`` (γ·logsumexp(x/γ)),

@@ -145,7 +145,10 @@ class Alignment(DynamicStructure):
             raise ValueError(f'Alignment: kind must be "dtw", "edit" or "monotone", got {kind!r}.')
         n, m = scores.shape[-2:]
         self.scores, self.kind, self.moves = scores, kind, moves
-        self.rows, self.columns = (None, None) if lengths is None else self._pair(lengths)
+        self.rows: Tensor | None = None
+        self.columns: Tensor | None = None
+        if lengths is not None:
+            self.rows, self.columns = self._pair(lengths)
         self.deletion, self.insertion = self._gaps(gap)
         self._set_band(band)
         if moves is not None:
@@ -261,15 +264,11 @@ class Alignment(DynamicStructure):
         """Which cells an item has and may use, ``(*B, n, m)``; None if all."""
         if self.rows is None and self.band is None:
             return None
-        row, column = self._inside()
-        inside = row[..., :, None] & column[..., None, :]
-        return (
-            inside
-            if self.band is None
-            else inside & dense.in_band(*self.event_shape, *self._sizes(), self.band)
-        )
+        n, m = self.event_shape
+        rows, columns = self._sizes()
+        return dense.in_band(n, m, rows, columns, self.band)
 
-    def _passable(self) -> Tensor | None:
+    def _passable(self) -> Tensor:
         """Which moves join two such cells, ``(*B, n, m, 3)`` or ``(n, m, 3)``."""
         n, m = self.event_shape
         allowed = self._allowed()
@@ -462,7 +461,8 @@ class Alignment(DynamicStructure):
         for z, pairs in zip(every, paths, strict=True):
             z[tuple(np.array(pairs, dtype=np.int64).reshape(-1, 2).T)] = 1
         if self.band is not None:
-            near = dense.in_band(*self.event_shape, torch.tensor(n), torch.tensor(m), self.band)
+            shape = self.event_shape[0], self.event_shape[1]
+            near = dense.in_band(*shape, torch.tensor(n), torch.tensor(m), self.band)
             every = every[~(every * ~near).flatten(1).any(-1)]
         every = every.to(self.scores.device)
         every = every.reshape(len(every), *[1] * len(self.batch_shape), *self.event_shape)

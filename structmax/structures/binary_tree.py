@@ -34,17 +34,17 @@ def binary_tree(n: int, labels: int) -> Forest:
     """
     count = n * (n + 1) // 2
     j, up = ragged(np.arange(1, n + 1))
-    i = j - up
-    step = 2 if labels else 1  # nodes for each span
-    top = step - 1  # the last of them stands for the whole span
+    i, span = j - up, np.arange(count)
+    step = 2 if labels else 1  # nodes for each span; the last of them stands for the whole span
+
+    def whole(i: Any, j: Any) -> Any:
+        return span_number(i, j) * step + step - 1
+
     draw = ForestBuilder()
-    draw.nodes(count * step, -1 if labels else np.arange(count))
-    span, k = ragged(j - i)
-    left, right = span_number(i[span], i[span] + k), span_number(i[span] + k + 1, j[span])
-    draw.edges(span * step, left * step + top, right * step + top)
+    draw.nodes(count * step, -1 if labels else span)
+    draw.runs(span * step, j - i, lambda k: (whole(i, i + k), whole(i + k + 1, j)))
     if labels:
-        each = np.arange(count)[:, None]
-        draw.edges(2 * each + 1, 2 * each, -1, each * labels + np.arange(labels))
+        draw.runs(2 * span + 1, labels, lambda label: (2 * span, -1, span * labels + label))
     return draw.build(count * max(labels, 1))
 
 

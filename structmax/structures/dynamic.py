@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,20 +16,16 @@ from torch import Tensor
 
 from structmax.forest import naive, ops
 from structmax.forest.topology import Forest, lookup
-from structmax.primitive import backend_for, is_transforming
-from structmax.smoothing import SHANNON, Hard
+from structmax.smoothing import Hard
 from structmax.structures import checks
-from structmax.structures.base import Ranked, Structure, TopK, dot
+from structmax.structures.base import Structure, dot
+from structmax.structures.parts import PartStructure
 
 
-class DynamicStructure(Structure):
+class DynamicStructure(PartStructure):
     """A structure whose derivations are those of a forest, one to one."""
 
     # -- what a subclass says ---------------------------------------------------------------------
-
-    @abstractmethod
-    def _parts(self) -> tuple[Tensor, ...]:
-        """Scores of all parts, primary first, each ``(*batch, *event)``, float32 or float64."""
 
     @abstractmethod
     def _forest_key(self) -> str:
@@ -39,17 +34,6 @@ class DynamicStructure(Structure):
     @abstractmethod
     def _goal(self) -> Tensor:
         """Each item's goal node, ``(*batch)``."""
-
-    @abstractmethod
-    def _replace_primary(self, scores: Tensor) -> DynamicStructure:
-        """The same structure with other primary scores, ``(*batch, *parts)``."""
-
-    def _incompatible(self, include: Tensor) -> Tensor:
-        """The primary parts that cannot stand beside those included, as a mask."""
-        raise ValueError(
-            f"{self._name}.condition: include= is not defined here, because the parts that exclude "
-            "each other are not known. Use exclude=."
-        )
 
     def _pack(self, parts: Sequence[Tensor]) -> Tensor:
         """The forest's vector of scores ``(*batch, P)``. Padding becomes 0."""
@@ -100,51 +84,6 @@ class DynamicStructure(Structure):
         value, mu = ops.forest.value_and_gradient((self._pack(self._parts()),), *args)
         return value, self._unpack(mu)
 
-    def _cached(self) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Value and gradient; kept for the next query where nothing watches the computation."""
-        tensors = [t for t, _ in self._tensors().values()]
-        if (
-            torch.compiler.is_compiling()
-            or is_transforming(tensors)
-            or torch.is_inference_mode_enabled()
-            or any(t.is_inference() for t in tensors)
-        ):
-            return self._value_and_gradient()
-        kept = self.__dict__.get("_kept")
-        if kept is None or kept[0] != _state(tensors, *kept[1:]):
-            value, mu = self._value_and_gradient()
-            kept = _state(tensors, value, mu), value, mu
-            self.__dict__["_kept"] = kept
-        _, value, mu = kept
-        return value.detach(), tuple(m.detach() for m in mu)  # ours stay without a gradient
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_kept"}
-
-    @property
-    def _is_gibbs(self) -> bool:
-        """Whether log_prob is (score − A)/γ; otherwise it is that of the walk."""
-        return self.smoothing.code[0] == SHANNON
-
-    def log_partition(self) -> Tensor:
-        kept = self.__dict__.get("_kept")
-        return self._value() if kept is None else self._cached()[0]
-
-    def _refuse_infeasible(self, query: str, value: Tensor, answer: Tensor) -> Tensor:
-        """The answer; an item without a structure is an error, or NaN where one cannot look."""
-        value = value.detach()
-        if self._validate_args and checks.can_look():
-            checks.feasible(self._name, query, value)
-            return answer
-        good = value.abs() < math.inf  # no −inf, nor the NaN or +inf of scores not looked at
-        if value.device.type == "cpu" and checks.can_look() and bool(good.all()):
-            return answer
-        return torch.where(good[(..., *[None] * (answer.dim() - good.dim()))], answer, math.nan)
-
-    def marginals(self) -> Tensor:
-        value, mu = self._cached()
-        return self._refuse_infeasible("marginals", value, mu[0]).to(self.dtype)
-
     # -- discrete queries -------------------------------------------------------------------------
 
     def argmax(self) -> Tensor:
@@ -171,40 +110,16 @@ class DynamicStructure(Structure):
         z = self._to_event(ops.sample(theta, self._goal(), numbers, key, code, self._width()))
         return z.reshape(*shape, *self.batch_shape, *self.event_shape).to(self.dtype)
 
-    def topk(self, k: int) -> TopK:
-        if not isinstance(k, int) or k < 1:
-            raise ValueError(f"{self._name}.topk: k must be at least 1, an integer, got {k!r}.")
-        theta = self._pack(self._parts())
-        scores, z = ops.kbest(theta.detach(), self._goal(), self._forest_key(), k, self._width())
+    def _kbest(self, k: int) -> tuple[Tensor, Tensor]:
+        theta = self._pack(self._parts()).detach()
+        scores, z = ops.kbest(theta, self._goal(), self._forest_key(), k, self._width())
         at = len(self.batch_shape)
-        z = self._to_event(z.movedim(at, 0)).movedim(0, at).to(self.dtype)
-        exists = scores > -math.inf
-        if is_transforming([theta]):  # the same numbers, with a gradient
-            real = exists[(..., *[None] * len(self.event_shape))]
-            safe = torch.where(real, z, z.narrow(at, 0, 1))
-            again = self._score(safe.movedim(at, 0)).movedim(0, -1)
-            scores = torch.where(exists, again, -math.inf)
-        return TopK(z, scores, exists)
+        return scores, self._to_event(z.movedim(at, 0)).movedim(0, at)
 
     def max_marginals(self) -> Tensor:
         theta = self._pack(self._parts()).detach()
         best = ops.max_marginals(theta, self._goal(), self._forest_key(), self._width())
         return self._to_event(best, -math.inf)
-
-    def mbr(self) -> Tensor:
-        """The structure of least expected Hamming cost: argmax of ⟨μ, z⟩ over what is allowed.
-
-        >>> import structmax as sx
-        >>> sx.Choice(torch.tensor([0.0, 1.0])).mbr()
-        tensor([0., 1.])
-        """
-        mu = self.marginals().detach()
-        return self._with_marginal_scores(mu).argmax()
-
-    def _with_marginal_scores(self, mu: Tensor) -> DynamicStructure:
-        """A structure scored by its marginals alone; what is forbidden stays forbidden."""
-        allowed = self._parts()[0].detach() > -math.inf
-        return self._replace_primary(torch.where(allowed, mu, -math.inf))
 
     # -- scores and probabilities -----------------------------------------------------------------
 
@@ -237,12 +152,9 @@ class DynamicStructure(Structure):
         theta = wide._pack(wide._parts())
         return dot(theta, counts[..., : theta.shape[-1]].to(theta.dtype), 1)
 
-    def score(self, z: Tensor) -> Tensor:
-        return self._score(self._indicator(z))
-
     def log_prob(self, z: Tensor) -> Tensor:
         if self._is_gibbs:
-            return (self.score(z) - self.log_partition()) / self.smoothing.gamma
+            return super().log_prob(z)
         z = self._indicator(z)
         batch = z.shape[: z.dim() - len(self.event_shape)]
         with torch.no_grad():
@@ -262,12 +174,7 @@ class DynamicStructure(Structure):
     def cross_entropy(self, q: Structure) -> Tensor:
         p, q = self._aligned(q)
         if q._is_gibbs:
-            own, mu = p._cached()
-            value = own if q is p else q._value()
-            pairs = zip(q._parts(), mu, strict=True)
-            total = sum(dot(theta, m, m.dim() - len(p.batch_shape)) for theta, m in pairs)
-            total = (value - total) / q.smoothing.gamma
-            return p._refuse_infeasible("cross_entropy", own.expand(total.shape), total)
+            return p._gibbs_cross_entropy(q)
         forest = lookup(p._forest_key())
         batch_shape = torch.broadcast_shapes(p.batch_shape, q.batch_shape)
         p, q = p.expand(batch_shape), q.expand(batch_shape)
@@ -279,47 +186,8 @@ class DynamicStructure(Structure):
         total = total.reshape(batch_shape).to(self._parts()[0].dtype)
         return p._refuse_infeasible("cross_entropy", p.log_partition(), total)
 
-    def condition(
-        self, include: Tensor | None = None, exclude: Tensor | None = None
-    ) -> DynamicStructure:
-        shape = (*self.batch_shape, *self.event_shape)
-        forbidden = torch.zeros(shape, dtype=torch.bool, device=self._parts()[0].device)
-        for name, mask in (("include", include), ("exclude", exclude)):
-            if mask is None:
-                continue
-            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-                got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-                raise ValueError(
-                    f"{self._name}.condition: {name} must be a boolean mask, got {got}."
-                )
-            try:
-                mask = mask.expand(shape)
-            except RuntimeError:
-                raise ValueError(
-                    f"{self._name}.condition: {name} must broadcast to {shape}, "
-                    f"got {tuple(mask.shape)}."
-                ) from None
-            forbidden = forbidden | (self._incompatible(mask) if name == "include" else mask)
-        primary = self._parts()[0].to(self.dtype)
-        return self._replace_primary(torch.where(forbidden, -math.inf, primary))
-
-    @torch.no_grad()
-    def ranked_support(self) -> Iterator[Ranked]:
-        k, rank = 4, 0
-        while True:
-            z, log_prob = self._best_by_score(k) if self._is_gibbs else self._best_by_probability(k)
-            while rank < k:
-                if not bool((log_prob[..., rank] > -math.inf).any()):
-                    return
-                yield Ranked(z.select(len(self.batch_shape), rank), log_prob[..., rank])
-                rank += 1
-            k *= 2
-
-    def _best_by_score(self, k: int) -> tuple[Tensor, Tensor]:
-        best = self.topk(k)
-        value = self.log_partition()[..., None]
-        log_prob = (best.scores - value) / self.smoothing.gamma
-        return best.structures, torch.where(best.exists, log_prob, -math.inf)
+    def _likeliest(self, k: int) -> tuple[Tensor, Tensor]:
+        return super()._likeliest(k) if self._is_gibbs else self._best_by_probability(k)
 
     def _best_by_probability(self, k: int) -> tuple[Tensor, Tensor]:
         """The k likeliest walks: k best derivations when every edge scores log q."""
@@ -337,11 +205,7 @@ def same_forest(one: str, other: str) -> bool:
     """Whether two names stand for the same topology."""
     if one == other:
         return True
-    a, b = lookup(one), lookup(other)
-    names = ("head", "tail1", "tail2", "edge_part", "node_part")
-    return a.num_parts == b.num_parts and all(
-        np.array_equal(getattr(a, name), getattr(b, name)) for name in names
-    )
+    return lookup(one).same_as(lookup(other))
 
 
 def counts_of_edges(forest: Forest, use: Tensor) -> Tensor:
@@ -362,11 +226,6 @@ def forest_of_edges(forest: Forest) -> Forest:
     parts = np.arange(forest.num_edges, dtype=np.int32)
     none = np.full(forest.num_nodes, -1, np.int32)
     return Forest(forest.head, tail1, tail2, parts, none, forest.num_edges)
-
-
-def _state(tensors: Sequence[Tensor], value: Tensor, mu: Sequence[Tensor]) -> list[Any]:
-    """What a kept answer depends on: the backend, and that nobody wrote into scores or answer."""
-    return [backend_for(tensors[0]), *[t._version for t in (*tensors, value, *mu)]]
 
 
 def _sum_log(q: Tensor, use: Tensor) -> Tensor:

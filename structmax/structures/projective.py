@@ -37,65 +37,92 @@ def projective_tree(n: int, labels: int, single: int, siblings: int) -> Forest:
     """
     inner = int(siblings and labels > 0)  # an arc's sibling and its label are chosen in two steps
     gap, right, left = 0, 2 + inner, 4 + 2 * inner  # nodes of a span; each arc's comes just before
-    node_part = np.full(first_node(n + 1, inner, single), -1)
-    edges: list[tuple[Any, ...]] = []
-
-    def node(low: Any, high: Any, kind: int) -> Any:
-        number = first_node(high, inner, single) + (left + 1) * (high - 1 - low) + kind
-        return np.where(low == high, -1, number)  # one word alone has no node
-
-    def sibling_part(head: Any, sibling: Any, modifier: Any) -> Any:
-        return n * n * max(labels, 1) + (head * (n + 1) + sibling) * (n + 1) + modifier
-
-    def draw_arcs(low: Any, high: Any, leftward: int, arc: Any, below: Any) -> None:
-        """Arcs on the nodes below; their scores are of nodes, or of one edge for each label."""
-        number = arc_number(low, high, leftward)
-        if labels:
-            part = number[:, None] * labels + np.arange(labels)
-            edges.append((arc[:, None], below[:, None], -1, part))
-        else:
-            node_part[arc] = number
-            if not np.array_equal(arc, below):
-                edges.append((arc, below))
-
     high, down = ragged(np.arange(n + 1))
     low = high - 1 - down
     if single:
         low, high = low[low > 0], high[low > 0]
-    span, k = ragged(high - low)
-    i, j, k = low[span], high[span], low[span] + k
-    word = i > 0  # the root symbol is no modifier
-    of_left = node(i, j, left), node(i, k, left), node(k, j, left - 1)
-    of_gap = node(i, j, gap), node(i, k, right), node(k + 1, j, left)
-    edges.append((node(i, j, right), node(i, k + 1, right - 1), node(k + 1, j, right)))
-    edges.append(tuple(x[word] for x in of_left))
-    edges.append(tuple(x[word] for x in of_gap) if siblings else of_gap)
+    i, j = low[low > 0], high[low > 0]  # the root symbol is no modifier
+    words = np.arange(1, n + 1, dtype=np.int32)
 
-    for leftward, kind in ((0, right - 1), (1, left - 1)):
-        i, j = (low[low > 0], high[low > 0]) if leftward else (low, high)
-        below = node(i, j, kind - inner) if siblings else node(i, j, gap)
-        draw_arcs(i, j, leftward, node(i, j, kind), below)
-        if siblings:
-            head, modifier = (j, i) if leftward else (i, j)
-            first = node(i, j - 1, right) if leftward else node(i + 1, j, left)
-            edges.append((below, first, -1, sibling_part(head, head, modifier)))
-            span, k = ragged(j - i - 1)
-            i, j, k = i[span], j[span], i[span] + k + 1
-            near = node(k, j, kind) if leftward else node(i, k, kind)
-            rest = node(i, k, gap) if leftward else node(k, j, gap)
-            edges.append((below[span], near, rest, sibling_part(head[span], k, modifier[span])))
+    def node(low: Any, high: Any, kind: int) -> Any:
+        return first_node(high, inner, single) + (left + 1) * (high - 1 - low) + kind
+
+    def unless_alone(low: Any, high: Any, kind: int) -> Any:
+        return np.where(low == high, -1, node(low, high, kind))  # one word alone has no node
+
+    def sibling_part(head: Any, sibling: Any, modifier: Any) -> Any:
+        return n * n * max(labels, 1) + (head * (n + 1) + sibling) * (n + 1) + modifier
+
+    def below_arc(low: Any, high: Any, kind: int) -> Any:
+        return node(low, high, kind - inner) if siblings else node(low, high, gap)
+
+    arcs = [  # number, node, node below
+        (arc_number(low, high, 0), node(low, high, right - 1), below_arc(low, high, right - 1)),
+        (arc_number(i, j, 1), node(i, j, left - 1), below_arc(i, j, left - 1)),
+    ]
     if single:
-        words = np.arange(1, n + 1, dtype=np.int32)
-        draw_arcs(0, words, 0, node(0, words, 0), node(1, words, left))
-        span, r = ragged(words)
-        last, r = span + 1, r + 1
-        part = sibling_part(0, 0, r) if siblings else -1
-        edges.append((node(0, last, 1), node(0, r, 0), node(r, last, right), part))
-
+        below = unless_alone(1, words, left)
+        arcs.append((arc_number(0, words, 0), node(0, words, 0), below))
+    node_part = np.full(first_node(n + 1, inner, single), -1)
+    for number, arc, _ in arcs if not labels else ():
+        node_part[arc] = number
     draw = ForestBuilder()
     draw.nodes(len(node_part), node_part)
-    for given in edges:
-        draw.edges(*given)
+
+    def draw_arcs(number: Any, arc: Any, below: Any) -> None:
+        """Arcs on the nodes below; their scores are of nodes, or of one edge for each label."""
+        if labels:
+            draw.runs(arc, labels, lambda label: (below, -1, number * labels + label))
+        elif not np.array_equal(arc, below):
+            draw.edges(arc, below)
+
+    def draw_gap(i: Any, j: Any) -> None:
+        head, wide = node(i, j, gap), j - i > 1
+        draw.edges(head, -1, unless_alone(i + 1, j, left))
+        inside = np.maximum(j - i - 2, 0)
+        draw.runs(head, inside, lambda k: (node(i, i + 1 + k, right), node(i + 2 + k, j, left)))
+        draw.edges(head[wide], node(i, j - 1, right)[wide])
+
+    def draw_siblings(i: Any, j: Any, kind: int, leftward: bool) -> None:
+        head, modifier = (j, i) if leftward else (i, j)
+        arc = node(i, j, kind - inner)
+        first = unless_alone(i, j - 1, right) if leftward else unless_alone(i + 1, j, left)
+        draw.edges(arc, first, -1, sibling_part(head, head, modifier))
+
+        def with_sibling(k: Any) -> tuple[Any, ...]:
+            k = i + 1 + k
+            near = node(k, j, kind) if leftward else node(i, k, kind)
+            rest = node(i, k, gap) if leftward else node(k, j, gap)
+            return near, rest, sibling_part(head, k, modifier)
+
+        draw.runs(arc, j - i - 1, with_sibling)
+
+    def from_left(k: Any) -> tuple[Any, Any]:
+        return node(low, low + 1 + k, right - 1), node(low + 1 + k, high, right)
+
+    draw.runs(node(low, high, right), high - low - 1, from_left)
+    draw.edges(node(low, high, right), node(low, high, right - 1))
+    draw.edges(node(i, j, left), -1, node(i, j, left - 1))
+    draw.runs(
+        node(i, j, left),
+        j - i - 1,
+        lambda k: (node(i, i + 1 + k, left), node(i + 1 + k, j, left - 1)),
+    )
+    draw_gap(*((i, j) if siblings else (low, high)))
+    for given in arcs:
+        draw_arcs(*given)
+    if siblings:
+        draw_siblings(low, high, right - 1, leftward=False)
+        draw_siblings(i, j, left - 1, leftward=True)
+    if single:
+        of_root = sibling_part(0, 0, words) if siblings else -1
+
+        def with_root(r: Any) -> tuple[Any, ...]:
+            part = sibling_part(0, 0, 1 + r) if siblings else -1
+            return node(0, 1 + r, 0), node(1 + r, words, right), part
+
+        draw.runs(node(0, words, 1), words - 1, with_root)
+        draw.edges(node(0, words, 1), node(0, words, 0), -1, of_root)
     return draw.build(n * n * max(labels, 1) + siblings * (n + 1) ** 3)
 
 

@@ -146,6 +146,14 @@ def ctc(smoothing: sx.Smoothing) -> sx.CTC:
     return sx.CTC(randn(2, 5, 4), torch.tensor([3, 3, -1]), *lengths, blank=1, smoothing=smoothing)
 
 
+def subset(k: int | tuple[int, int], length: int | None = None) -> Callable[..., sx.KSubset]:
+    def make(smoothing: sx.Smoothing) -> sx.KSubset:
+        lengths = None if length is None else torch.full((2,), length)
+        return sx.KSubset(randn(2, 5), k, lengths, smoothing)
+
+    return make
+
+
 STRUCTURES: dict[str, Callable[..., sx.Structure]] = {
     "choice": lambda omega: sx.Choice(randn(2, 5), smoothing=omega),
     "choice-one": lambda omega: sx.Choice(randn(1), smoothing=omega),
@@ -181,6 +189,10 @@ STRUCTURES: dict[str, Callable[..., sx.Structure]] = {
     "monotone": alignment("monotone"),
     "ctc": ctc,
     "hyperpath": lambda omega: sx.Hyperpath(diamond(), randn(2, 12), smoothing=omega),
+    "subset": subset(2),
+    "subset-at-most": subset((0, 2)),
+    "subset-between": subset((1, 3), length=4),
+    "subset-padded": subset(2, length=3),
 }
 
 SMOOTHINGS: dict[str, sx.Smoothing] = {
@@ -199,3 +211,9 @@ ROWS: dict[str, Callable[[], sx.Structure]] = {
 ROWS["hmm/shannon"] = hmm
 ROWS["grid-all/hard"] = lambda: sx.GridPath(-randn(2, 3, 3).abs(), moves="all", smoothing=sx.Hard())
 ROWS["pcfg-low-rank/shannon"] = low_rank_grammar
+ROWS["assignment/shannon"] = lambda: sx.Assignment(randn(2, 3, 3))
+ROWS["assignment-wide/shannon-0.5"] = lambda: sx.Assignment(randn(2, 2, 4), None, sx.Shannon(0.5))
+ROWS["assignment-tall/shannon"] = lambda: sx.Assignment(randn(2, 4, 2))
+ROWS["assignment-padded/shannon"] = lambda: sx.Assignment(
+    randn(2, 4, 4), (torch.tensor([4, 4]), torch.tensor([3, 3]))
+)

@@ -38,11 +38,11 @@ def fold(unary: Tensor, start: Tensor, end: Tensor, lengths: Tensor) -> Tensor:
 
     Either may be absent, ``(B, 0)``.
     """
+    if not start.shape[-1] and not end.shape[-1]:
+        return unary
     last = (lengths.long() - 1)[:, None, None].expand(-1, 1, unary.shape[-1])
     pairs = [(start, torch.zeros_like(last)), (end, last)]
     given = [(scores, place) for scores, place in pairs if scores.shape[-1]]
-    if not given:
-        return unary
     added, places = (torch.stack(column, 1) for column in zip(*given, strict=True))
     return unary.scatter_add(1, places.squeeze(2), added)
 

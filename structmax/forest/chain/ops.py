@@ -64,9 +64,12 @@ def _spread(
     unary: Tensor, transition: Tensor, start: Tensor, end: Tensor, lengths: Tensor
 ) -> list[Tensor]:
     """What the four scores receive where the folded ones receive ``unary`` and ``transition``."""
-    last = (lengths.long() - 1)[:, None, None].expand(-1, 1, unary.shape[-1])
-    first = unary[:, 0].clone() if start.shape[-1] else torch.empty_like(start)
-    final = unary.gather(1, last).squeeze(1) if end.shape[-1] else torch.empty_like(end)
+    first, final = torch.empty_like(start), torch.empty_like(end)
+    if start.shape[-1]:
+        first = unary[:, 0].clone()
+    if end.shape[-1]:
+        last = (lengths.long() - 1)[:, None, None].expand(-1, 1, unary.shape[-1])
+        final = unary.gather(1, last).squeeze(1)
     return [unary, transition, first, final]
 
 

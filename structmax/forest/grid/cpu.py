@@ -8,14 +8,15 @@ Moves: 0 is ↘, 1 is ↓, 2 is →.
 Diagonals kept for their neighbours start at index 1. The entries before the first cell and after
 the last hold nothing (−inf, or no flow), so that the border needs no test: from one diagonal to the
 next, the first and the last row grow by at most one. Rows are counted by unsigned integers, since
-numba tests signed ones for being negative, which would keep loops from being vectorised. Vectorised
-loops run on to a multiple of BLOCK, since what is left of a loop costs more than a whole block; what
-they write there belongs to nobody, or to a diagonal that is written later.
+numba tests signed ones for being negative, which would keep loops from being vectorised. Such loops
+run on to a multiple of BLOCK, so that nothing is left to be done one by one; what they write there
+belongs to nobody, or to a diagonal that is written later.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -52,7 +53,10 @@ def rounded(low, high):
 
 @kernel(fused=True, inner=True)
 def choose(kind, gamma, V, before, last, low, high, peak, W, Q, r):
-    """W = maxΩ(x) and Q = argmaxΩ(x) of x = V(↘), V(↓), V(→), on one diagonal."""
+    """W = maxΩ(x) and Q = argmaxΩ(x) of x = V(↘), V(↓), V(→), on one diagonal.
+
+    Many short loops, because one with more arrays is not vectorised.
+    """
     inverse = 1.0 / gamma
     for i in range(low, high):
         top = V[before, i]
@@ -117,7 +121,7 @@ def positive(x):
     return 0.0 if x < 0 else x
 
 
-@kernel(fused=True)
+@kernel(fused=True, inner=True)
 def up(kind, gamma, theta, rows, columns, band, V, peak, W, Q):
     """A of one item, and its backpointers in Q as far as there is room."""
     V[:] = -INF
@@ -136,7 +140,7 @@ def up(kind, gamma, theta, rows, columns, band, V, peak, W, Q):
     return V[(rows + columns - 2) % 3, rows]
 
 
-@kernel(fused=True)
+@kernel(fused=True, inner=True)
 def down(rows, columns, band, seed, Q, F, G, mu):
     """Expected visits of the cells: μ. F holds, for three diagonals, what flows into each move."""
     F[:] = 0.0
@@ -156,7 +160,7 @@ def down(rows, columns, band, seed, Q, F, G, mu):
             mu[i, along - i] = G[i]
 
 
-@kernel(fused=True)
+@kernel(fused=True, inner=True)
 def tangent_up(kind, gamma, v, rows, columns, band, Q, X, V, D):
     """D: the derivative of the backpointers in direction v.
 
@@ -190,7 +194,7 @@ def tangent_up(kind, gamma, v, rows, columns, band, Q, X, V, D):
         V[now, low] = V[now, high + ONE] = 0.0
 
 
-@kernel(fused=True)
+@kernel(fused=True, inner=True)
 def tangent_down(rows, columns, band, seed, Q, D, F, dF, G, dG, w):
     """The derivative of μ in the direction that D belongs to."""
     F[:] = 0.0
@@ -216,69 +220,74 @@ def tangent_down(rows, columns, band, seed, Q, D, F, dF, G, dG, w):
             w[i, along - i] = dG[i]
 
 
-class Space:
-    """Room for one item at a time of a batch ``(B, n, m)``."""
+@kernel(inner=True)
+def seed_of(a):
+    """How often the goal is visited: once, never if it cannot be reached, or NaN."""
+    return a if a != a else (0.0 if a == -INF else 1.0)
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, code: Code, keep: bool) -> None:
-        self.omega = int(code[0]), code[1]
-        self.row = shape[1] + 2 + int(BLOCK)
-        self.V, self.peak, self.W = self.rows(3), self.rows(), self.rows()
-        self.Q = np.empty((3, shape[2] if keep else 1, self.row), dtype)
-        self.flows = self.rows(3, 3), self.rows()
+
+@kernel
+def values(low, high, kind, gamma, theta, rows, columns, band, a, V, peak, W, Q):
+    """A of the items low..high."""
+    for b in range(low, high):
+        a[b] = up(kind, gamma, theta[b], rows[b], columns[b], band, V, peak, W, Q)
+
+
+@kernel
+def gradients(low, high, kind, gamma, theta, rows, columns, band, a, mu, V, peak, W, Q, F, G):
+    """A and μ of the items low..high; padding is not written."""
+    for b in range(low, high):
+        a[b] = up(kind, gamma, theta[b], rows[b], columns[b], band, V, peak, W, Q)
+        down(rows[b], columns[b], band, seed_of(a[b]), Q, F, G, mu[b])
+
+
+@kernel
+def products(
+    low, high, kind, gamma, theta, rows, columns, band, v, w,
+    V, peak, W, Q, F, G, X, D, dF, dG,
+):  # fmt: skip
+    """Hessian-vector products of the items low..high; padding is not written."""
+    for b in range(low, high):
+        a = up(kind, gamma, theta[b], rows[b], columns[b], band, V, peak, W, Q)
+        tangent_up(kind, gamma, v[b], rows[b], columns[b], band, Q, X, V, D)
+        tangent_down(rows[b], columns[b], band, seed_of(a), Q, D, F, dF, G, dG, w[b])
+
+
+class Batch:
+    """The arguments of a kernel that are the same for every chunk, and room for one item."""
+
+    def __init__(self, theta: Tensor, rows: Tensor, columns: Tensor, band: int, code: Code) -> None:
+        self.cells = theta.detach().contiguous().numpy()
+        sizes = [t.long().contiguous().numpy() for t in (rows, columns)]
+        self.arguments = int(code[0]), code[1], self.cells, *sizes, band
+        n, m = theta.shape[1:]
+        self.whole = band < 0 and bool((sizes[0] == n).all() and (sizes[1] == m).all())
+        self.row = n + 2 + int(BLOCK)
 
     def rows(self, *shape: int) -> NDArray:
         return np.empty((*shape, self.row))
 
-    def value(self, theta: NDArray, size: tuple[int, int, int]) -> float:
-        return up(*self.omega, theta, *size, self.V, self.peak, self.W, self.Q)
+    def up_space(self, keep: bool) -> tuple[NDArray, ...]:
+        """V, peak, W and Q; Q for all cells if they are kept."""
+        Q = np.empty((3, self.cells.shape[2] if keep else 1, self.row), self.cells.dtype)
+        return self.rows(3), self.rows(), self.rows(), Q
 
-    def gradient(self, theta: NDArray, size: tuple[int, int, int], mu: NDArray) -> float:
-        a = self.value(theta, size)
-        down(*size, _seed(a), self.Q, *self.flows, mu)
-        return a
+    def output(self) -> NDArray:
+        """Room for what has a number for every cell, 0 where kernels write none."""
+        return (np.empty if self.whole else np.zeros)(self.cells.shape, self.cells.dtype)
 
-    def hvp(self, theta: NDArray, v: NDArray, size: tuple[int, int, int], w: NDArray) -> None:
-        a = self.value(theta, size)
-        if a == -INF:
-            return
-        D, dF, dG = np.empty_like(self.Q), self.rows(3, 3), self.rows()
-        tangent_up(*self.omega, v, *size, self.Q, self.rows(3), self.V, D)
-        F, G = self.flows
-        tangent_down(*size, _seed(a), self.Q, D, F, dF, G, dG, w)
-
-
-def _seed(a: float) -> float:
-    """How often the goal is visited: once, never if it cannot be reached, or NaN."""
-    return a if a != a else 0.0 if a == -INF else 1.0
-
-
-def _sizes(rows: Tensor, columns: Tensor, band: int) -> list[tuple[int, int, int]]:
-    return [(r, c, band) for r, c in zip(rows.tolist(), columns.tolist(), strict=True)]
-
-
-def _numpy(tensor: Tensor) -> NDArray:
-    return tensor.detach().contiguous().numpy()
-
-
-def _run(theta: NDArray, code: Code, keep: bool, do, work: int) -> None:
-    """``do(space, item)`` for every item."""
-
-    def task(low: int, high: int) -> None:
-        space = Space(theta.shape, theta.dtype, code, keep)
-        for b in range(low, high):
-            do(space, b)
-
-    run_chunks(task, len(theta), work * theta.shape[1] * theta.shape[2])
+    def run(self, task: Callable[[int, int], None], work: int) -> None:
+        run_chunks(task, len(self.cells), work * self.cells[0].size if len(self.cells) else 0)
 
 
 def value(theta: Tensor, rows: Tensor, columns: Tensor, band: int, code: Code) -> Tensor:
     """A ``(B)`` for scores ``(B, n, m)``."""
-    cells, sizes, a = _numpy(theta), _sizes(rows, columns, band), np.empty(len(theta))
+    batch, a = Batch(theta, rows, columns, band, code), np.empty(len(theta))
 
-    def do(space: Space, b: int) -> None:
-        a[b] = space.value(cells[b], sizes[b])
+    def task(low: int, high: int) -> None:
+        values(low, high, *batch.arguments, a, *batch.up_space(keep=False))
 
-    _run(cells, code, False, do, 6)
+    batch.run(task, 6)
     return torch.from_numpy(a).to(theta.dtype)
 
 
@@ -286,14 +295,14 @@ def gradient(
     theta: Tensor, rows: Tensor, columns: Tensor, band: int, code: Code
 ) -> tuple[Tensor, Tensor]:
     """A ``(B)`` and its gradient ``(B, n, m)``."""
-    cells, sizes, a = _numpy(theta), _sizes(rows, columns, band), np.empty(len(theta))
-    whole = band < 0 and all(size[:2] == cells.shape[1:] for size in sizes)
-    mu = (np.empty if whole else np.zeros)(cells.shape, cells.dtype)
+    batch, a = Batch(theta, rows, columns, band, code), np.empty(len(theta))
+    mu = batch.output()
 
-    def do(space: Space, b: int) -> None:
-        a[b] = space.gradient(cells[b], sizes[b], mu[b])
+    def task(low: int, high: int) -> None:
+        space = (*batch.up_space(keep=True), batch.rows(3, 3), batch.rows())
+        gradients(low, high, *batch.arguments, a, mu, *space)
 
-    _run(cells, code, True, do, 8)
+    batch.run(task, 8)
     return torch.from_numpy(a).to(theta.dtype), torch.from_numpy(mu)
 
 
@@ -301,14 +310,16 @@ def hvp(
     theta: Tensor, direction: Tensor, rows: Tensor, columns: Tensor, band: int, code: Code
 ) -> Tensor:
     """The Hessian of A times a direction ``(B, n, m)``; zero under hard max."""
-    cells, v, sizes = _numpy(theta), _numpy(direction), _sizes(rows, columns, band)
-    w = np.zeros(cells.shape, cells.dtype)
-
-    def do(space: Space, b: int) -> None:
-        space.hvp(cells[b], v[b], sizes[b], w[b])
-
     if code[0] == HARD:
         a = value(theta, rows, columns, band, code)
         return torch.where(a.isnan(), a, 0.0)[:, None, None].expand(theta.shape).contiguous()
-    _run(cells, code, True, do, 16)
+    batch, v = Batch(theta, rows, columns, band, code), direction.detach().contiguous().numpy()
+    w = batch.output()
+
+    def task(low: int, high: int) -> None:
+        space = (*batch.up_space(keep=True), batch.rows(3, 3), batch.rows(), batch.rows(3))
+        D = np.empty_like(space[3])
+        products(low, high, *batch.arguments, v, w, *space, D, batch.rows(3, 3), batch.rows())
+
+    batch.run(task, 16)
     return torch.from_numpy(w)

@@ -36,7 +36,8 @@ def _engine(theta: Tensor) -> ModuleType:
 
 
 def _naive(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
-    return naive.value(scores[0], *constants, int(key) if key else None, from_code(omega))
+    rows, columns = constants
+    return naive.value(scores[0], rows, columns, int(key) if key else None, from_code(omega))
 
 
 def _value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:

@@ -1,0 +1,279 @@
+"""Best trees of a directed graph, for the CPU: the best, the k best, and the best with each arc.
+
+The algorithm is that of Chu and Liu (1965) and Edmonds (1967) on a dense matrix, in O(n²) as in
+Tarjan (1977): follow best heads upwards from a node; where that closes a cycle, contract it to one
+node, whose arcs are then scored by what they gain over the cycle's; unfold in the end.
+
+A single root: arcs are compared by pairs (−number of root arcs, score), first entry first, so the
+best tree has as few root arcs as there can be (Stanojević and Cohen, 2021, get the same O(n²)). No
+large constant is added to a score, so nothing is lost to rounding.
+
+``S[i, j]`` is the score of head j for word i, −inf where there is no arc.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from structmax.jit import kernel, run_chunks
+
+
+@kernel(inner=True)
+def _contract(
+    members: Any, count: int, n: int, gain: Any, roots: Any, source: Any, best: Any
+) -> None:
+    """Makes one node of a cycle: the first member's rows become those of all."""
+    into = members[0]
+    for at in range(count):
+        c = members[at]
+        won, spent = gain[c, best[c]], roots[c, best[c]]
+        for u in range(n + 1):
+            x, r = gain[c, u] - won, roots[c, u] - spent
+            if at == 0 or r > roots[into, u] or (r == roots[into, u] and x > gain[into, u]):
+                gain[into, u], roots[into, u], source[into, u] = x, r, source[c, u]
+
+
+@kernel(inner=True)
+def _best_tree(
+    S: Any, n: int, single: bool, gain: Any, roots: Any, ints: Any, big: Any, heads: Any
+) -> bool:
+    """Writes the head of each word; False if there is no tree."""
+    source = ints
+    node, name, best, place, members = big[0], big[1], big[2], big[3], big[4]
+    parent, arc_head, arc_word = big[5], big[6], big[7]
+    for i in range(1, n + 1):
+        for u in range(n + 1):
+            x = S[i, u] if u != i else -math.inf
+            gain[i, u], source[i, u] = x, i
+            roots[i, u] = -math.inf if x == -math.inf else -1.0 if single and u == 0 else 0.0
+    for v in range(2 * n + 1):
+        parent[v] = -1
+    for v in range(n + 1):
+        node[v], name[v], place[v] = v, v, -1  # place: −1 new, −2 done, else where on the path
+    place[0] = -2
+    names = n + 1
+    for start in range(1, n + 1):
+        c, size = node[start], 0
+        if place[c] == -2:
+            continue
+        while True:
+            place[c], members[size] = size, c
+            size += 1
+            top = -1
+            for u in range(n + 1):
+                if node[u] != c and gain[c, u] > -math.inf:
+                    more = top < 0 or roots[c, u] > roots[c, top]
+                    if more or (roots[c, u] == roots[c, top] and gain[c, u] > gain[c, top]):
+                        top = u
+            if top < 0:
+                return False
+            best[c] = top
+            arc_head[name[c]], arc_word[name[c]] = top, source[c, top]
+            above = node[top]
+            if place[above] == -2:
+                break
+            if place[above] == -1:
+                c = above
+                continue
+            low = place[above]
+            _contract(members[low:size], size - low, n, gain, roots, source, best)
+            for at in range(low, size):
+                place[members[at]] = -3  # gone
+                parent[name[members[at]]] = names
+            for u in range(n + 1):
+                if place[node[u]] == -3:
+                    node[u] = above
+            c, size = above, low
+            name[c] = names
+            names += 1
+        for at in range(size):
+            place[members[at]] = -2
+    for v in range(names - 1, n, -1):  # an arc into a cycle replaces that of the word it enters
+        child = arc_word[v]
+        while parent[child] != v:
+            child = parent[child]
+        arc_head[child], arc_word[child] = arc_head[v], arc_word[v]
+    count = 0
+    for i in range(1, n + 1):
+        heads[i] = arc_head[i]
+        count += heads[i] == 0
+    return count == 1 or not single or n == 0
+
+
+@kernel(inner=True)
+def _read(theta: Any, n: int, S: Any, label: Any) -> bool:
+    """The best label of each arc and its score; False if a score is NaN or +inf."""
+    for i in range(1, n + 1):
+        for j in range(n + 1):
+            S[i, j], label[i, j] = -math.inf, 0
+            if i == j:
+                continue
+            for c in range(theta.shape[2]):
+                x = theta[j, i, c]
+                if not x < math.inf:
+                    return False
+                if x > S[i, j]:
+                    S[i, j], label[i, j] = x, c
+    return True
+
+
+@kernel(inner=True)
+def _total(S: Any, n: int, heads: Any) -> float:
+    total = 0.0
+    for i in range(1, n + 1):
+        total += S[i, heads[i]]
+    return total
+
+
+@kernel
+def _argmax_items(
+    low: int, high: int, theta: Any, lengths: Any, single: bool, value: Any, out: Any
+) -> None:
+    s = theta.shape[1]
+    S, gain, roots = np.empty((s, s)), np.empty((s, s)), np.empty((s, s))
+    label, ints = np.empty((s, s), np.int64), np.empty((s, s), np.int64)
+    big, heads = np.empty((8, 2 * s), np.int64), np.zeros(s, np.int64)
+    for item in range(low, high):
+        n = lengths[item]
+        if not _read(theta[item], n, S, label):
+            value[item] = math.nan
+        elif not _best_tree(S, n, single, gain, roots, ints, big, heads):
+            value[item] = -math.inf
+        else:
+            value[item] = _total(S, n, heads)
+            for i in range(1, n + 1):
+                out[item, i - 1] = heads[i] * theta.shape[3] + label[i, heads[i]]
+
+
+@kernel
+def _rest_items(
+    low: int, high: int, theta: Any, lengths: Any, single: bool, rest: Any
+) -> None:
+    s = theta.shape[1]
+    S, gain, roots = np.empty((s, s)), np.empty((s, s)), np.empty((s, s))
+    label, ints = np.empty((s, s), np.int64), np.empty((s, s), np.int64)
+    big, heads, row = np.empty((8, 2 * s), np.int64), np.zeros(s, np.int64), np.empty(s)
+    for item in range(low, high):
+        n = lengths[item]
+        good = _read(theta[item], n, S, label)
+        for m in range(1, n + 1):
+            row[:] = S[m]
+            for h in range(n + 1):
+                if h == m:
+                    continue
+                S[m, :] = -math.inf
+                S[m, h] = 0.0
+                if not good:
+                    rest[item, h, m] = math.nan
+                elif _best_tree(S, n, single, gain, roots, ints, big, heads):
+                    rest[item, h, m] = _total(S, n, heads)
+            S[m, :] = row
+
+
+@kernel
+def _kbest_items(
+    low: int, high: int, theta: Any, lengths: Any, single: bool, value: Any, out: Any
+) -> None:
+    s, c, k = theta.shape[1], theta.shape[3], out.shape[1]
+    best, S, gain, roots = np.empty((s, s)), np.empty((s, s)), np.empty((s, s)), np.empty((s, s))
+    label, ints = np.empty((s, s), np.int64), np.empty((s, s), np.int64)
+    big, heads = np.empty((8, 2 * s), np.int64), np.zeros(s, np.int64)
+    for item in range(low, high):
+        n = lengths[item]
+        if not _read(theta[item], n, best, label):
+            continue
+        space = 1 + k * n
+        # a subset of trees: words below ``fixed`` have the choices of its best tree, and word
+        # ``fixed`` none of those that are banned
+        choice = np.zeros((space, s), np.int64)
+        banned = np.zeros((space, s * c), np.bool_)
+        fixed = np.ones(space, np.int64)
+        if not _best_tree(best, n, single, gain, roots, ints, big, heads):
+            continue
+        for i in range(1, n + 1):
+            choice[0, i] = heads[i] * c + label[i, heads[i]]
+        heap = [(-_total(best, n, heads), 0)]
+        count, found = 1, 0
+        while len(heap) > 0 and found < k:
+            minus, at = heapq.heappop(heap)
+            value[item, found] = -minus
+            for i in range(1, n + 1):
+                out[item, found, i - 1] = choice[at, i]
+            found += 1
+            if found == k:
+                break
+            S[1 : n + 1] = best[1 : n + 1]
+            for i in range(1, fixed[at]):
+                h = choice[at, i] // c
+                S[i, :] = -math.inf
+                S[i, h] = theta[item, h, i, choice[at, i] % c]
+            for d in range(fixed[at], n + 1):
+                own = choice[at, d]
+                new = banned[count]
+                new[:] = False
+                if d == fixed[at]:
+                    new[:] = banned[at]
+                new[own] = True
+                for h in range(n + 1):  # the best of what is left to word d
+                    S[d, h], label[0, h] = -math.inf, 0
+                    for j in range(c):
+                        if h != d and not new[h * c + j] and theta[item, h, d, j] > S[d, h]:
+                            S[d, h], label[0, h] = theta[item, h, d, j], j
+                if _best_tree(S, n, single, gain, roots, ints, big, heads):
+                    fixed[count] = d
+                    for i in range(1, n + 1):
+                        if i < d:
+                            choice[count, i] = choice[at, i]
+                        else:
+                            row = 0 if i == d else i
+                            choice[count, i] = heads[i] * c + label[row, heads[i]]
+                    heapq.heappush(heap, (-_total(S, n, heads), count))
+                    count += 1
+                S[d, :] = -math.inf  # for the next d this word is fixed
+                S[d, own // c] = theta[item, own // c, d, own % c]
+        order = np.argsort(-value[item, :found], kind="mergesort")  # rounding may swap equals
+        value[item, :found] = value[item, :found][order]
+        out[item, :found] = out[item, :found][order]
+
+
+def _arrays(theta: Tensor, lengths: Tensor) -> tuple[Any, Any]:
+    return theta.double().contiguous().numpy(), lengths.long().contiguous().numpy()
+
+
+def argmax(theta: Tensor, lengths: Tensor, single: bool) -> tuple[Tensor, Tensor]:
+    """Scores ``(B)`` and heads ``(B, s−1)``; −inf where there is no tree."""
+    items, s, _ = theta.shape
+    value, heads = torch.empty(items, dtype=torch.float64), torch.zeros(items, s - 1).long()
+    arrays = *_arrays(theta[..., None], lengths), single, value.numpy(), heads.numpy()
+    run_chunks(lambda low, high: _argmax_items(low, high, *arrays), items, 20 * s * s)
+    return value, heads
+
+
+def rest(theta: Tensor, lengths: Tensor, single: bool) -> Tensor:
+    """The score of the best tree with each arc, without that arc's own, ``(B, s, s)``: O(n⁴)."""
+    items, s, _ = theta.shape
+    out = torch.full(theta.shape, -math.inf, dtype=torch.float64)
+    arrays = *_arrays(theta[..., None], lengths), single, out.numpy()
+    run_chunks(lambda low, high: _rest_items(low, high, *arrays), items, 20 * s**4)
+    return out
+
+
+def kbest(theta: Tensor, lengths: Tensor, single: bool, k: int) -> tuple[Tensor, Tensor]:
+    """Scores ``(B, k)`` and choices ``(B, k, s−1)`` of head·c + label, for ``(B, s, s, c)``.
+
+    The set of trees is cut into pieces whose best trees are known (Lawler, 1972): the best of all
+    comes next, and its piece is cut, word by word, by where a tree first differs from it. O(k n³).
+    """
+    items, s, _, c = theta.shape
+    value = torch.full((items, k), -math.inf, dtype=torch.float64)
+    choice = torch.zeros(items, k, s - 1, dtype=torch.int64)
+    arrays = *_arrays(theta, lengths), single, value.numpy(), choice.numpy()
+    work = (20 * s + c) * s * s * k
+    run_chunks(lambda low, high: _kbest_items(low, high, *arrays), items, work)
+    return value, choice

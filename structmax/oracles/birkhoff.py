@@ -1,0 +1,147 @@
+"""Relaxations of linear assignment: Sinkhorn's and Bethe's, in plain torch and in log domain.
+
+Scores are float64 ``(B, n, m)``; ``cells`` marks those that lie on some matching, ``spare (B, q)``
+the columns (or rows, where they are more; q is the larger of n and m) that some matching leaves
+out; ``rows`` and ``columns (B)`` are the sizes of the items.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from structmax.structures import checks
+
+RIDGE = 1e-12  # keeps a system regular whose entries underflow, far below what it changes
+NEVER = -1e30  # stands for −inf where a difference of two must have a derivative
+
+
+def _masked(x: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, x, -math.inf)
+
+
+def _log_sum(x: Tensor, dim: int) -> Tensor:
+    """logsumexp; 0 where there is nothing to sum."""
+    empty = (x == -math.inf).all(dim)
+    safe = torch.where(empty.unsqueeze(dim), 0.0, x)
+    return torch.where(empty, 0.0, safe.logsumexp(dim))
+
+
+def _extended(
+    scores: Tensor, cells: Tensor, spare: Tensor, rows: Tensor, columns: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores with a last row and a last column for what stays unmatched, and what each row and
+    column sums to: 1, the number of unmatched ones for the last, 0 in the padding."""
+    _, n, m = scores.shape
+    x = torch.nn.functional.pad(_masked(scores, cells), (0, 1, 0, 1), value=-math.inf)
+    mass = []
+    for size, other, length in ((n, columns, rows), (m, rows, columns)):
+        inside = torch.arange(size, device=scores.device) < length[:, None]
+        mass.append(torch.cat([inside, (other - length).clamp(min=0)[:, None]], -1).double())
+    wide, tall = (columns > rows)[:, None], (rows > columns)[:, None]
+    slack_row = torch.where(wide & spare[:, :m], 0.0, -math.inf)
+    slack_column = torch.where(tall & spare[:, :n], 0.0, -math.inf)
+    last_row, last_column = torch.zeros(2, n + 1, m + 1, dtype=torch.bool, device=x.device)
+    last_row[n, :m], last_column[:n, m] = True, True
+    pad = torch.nn.functional.pad
+    x = torch.where(last_row, pad(slack_row, (0, 1))[:, None, :], x)
+    return torch.where(last_column, pad(slack_column, (0, 1))[:, :, None], x), *mass
+
+
+def sinkhorn(
+    scores: Tensor,
+    cells: Tensor,
+    spare: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    temperature: float,
+    iterations: int,
+    tol: float,
+) -> Tensor:
+    """P ``(B, n, m)`` = exp(θ/γ + f + g) with the sums that matchings have; see ``Assignment``.
+
+    f and g are found without a gradient. g then gets that of the equations which define it: two
+    Newton steps on "columns sum to b", that move nothing but have the right first two derivatives.
+    Given g, f is the normalisation of the rows.
+    """
+    x, a, b = _extended(scores / temperature, cells, spare, rows, columns)
+    log_a, log_b = (torch.where(t > 0, t, 1.0).log() for t in (a, b))
+
+    def scaled(g: Tensor) -> Tensor:
+        f = log_a - _log_sum(x + g[:, None, :], -1)
+        return (x + f[:, :, None] + g[:, None, :]).exp()
+
+    with torch.no_grad():
+        g = torch.zeros_like(b)
+        for step in range(iterations):
+            f = log_a - _log_sum(x + g[:, None, :], -1)
+            new = log_b - _log_sum(x + f[:, :, None], -2)
+            # P has its rows right before this step and its columns after it
+            worst = (b * (g - new).expm1()).abs()
+            g = new
+            if checks.can_look() and step % 8 == 7 and not bool((worst > tol).any()):
+                break
+        mask = (x > -math.inf).double()
+        one = torch.eye(b.shape[-1], dtype=x.dtype, device=x.device)
+        joined = one + mask.mT @ mask
+        for _ in range(b.shape[-1].bit_length()):
+            joined = (joined @ joined > 0).double()
+    for _ in range(2):
+        p = scaled(g)
+        mass = p.sum(-2)
+        # singular along the shifts of all columns that hang together: these may be fixed at will
+        share = p / torch.where(a > 0, a, 1.0)[:, :, None]
+        slope = mass.diag_embed() - p.mT @ share + joined + RIDGE * one
+        move = torch.linalg.solve(slope, b - mass)
+        g = g + (move - move.detach())
+    return scaled(g)[:, :-1, :-1]
+
+
+def _others(x: Tensor, dim: int) -> Tensor:
+    """For each entry, logsumexp of the others along a dimension, without subtracting anything."""
+    x = x.movedim(dim, -1)
+    none = torch.full_like(x[..., :1], NEVER)
+    before = torch.cat([none, x.logcumsumexp(-1)[..., :-1]], -1)
+    after = torch.cat([none, x.flip(-1).logcumsumexp(-1)[..., :-1]], -1).flip(-1)
+    return torch.logaddexp(before, after).movedim(-1, dim)
+
+
+def bethe(
+    scores: Tensor, cells: Tensor, rows: Tensor, columns: Tensor, iterations: int
+) -> tuple[Tensor, Tensor]:
+    """Beliefs ``(B, n, m)`` and Bethe's log-partition ``(B)`` at temperature 1.
+
+    Messages are log-odds: to a cell from its row, −log Σ of the other cells of the row; from its
+    column likewise, with a term 0 for "unmatched" on the longer side.
+    """
+    wide, tall = (columns > rows)[:, None, None], (rows > columns)[:, None, None]
+    single_row = (cells.sum(-1, keepdim=True) == 1) & ~tall
+    single_column = (cells.sum(-2, keepdim=True) == 1) & ~wide
+    sure = cells & (single_row | single_column)
+    open_ = cells & ~sure  # every row and column has at least two, or may stay unmatched
+    theta = torch.where(open_, scores, 0.0)
+
+    def to_cells(x: Tensor, dim: int, optional: Tensor) -> Tensor:
+        total = _others(torch.where(open_, x, NEVER), dim)
+        total = torch.where(optional, torch.logaddexp(total, torch.zeros_like(total)), total)
+        return torch.where(open_, -total, 0.0)
+
+    from_column = torch.zeros_like(theta)
+    from_row = to_cells(theta, -1, tall)
+    for _ in range(iterations):
+        from_column = to_cells(theta + from_row, -2, wide)
+        from_row = to_cells(theta + from_column, -1, tall)
+    odds = theta + from_row + from_column
+    belief = torch.where(open_, odds.sigmoid(), sure.to(theta))
+    yes, no = (torch.where(open_, torch.nn.functional.logsigmoid(s * odds), 0.0) for s in (1, -1))
+    entropy = ((1 - belief) * no - belief * yes).sum((-2, -1))
+    for x, dim, optional in ((from_row, -2, wide), (from_column, -1, tall)):
+        total = torch.where(open_, theta + x, NEVER).logsumexp(dim)
+        unmatched = -torch.nn.functional.softplus(total)  # log P(unmatched)
+        usable = optional.squeeze(dim) & open_.any(dim)
+        unmatched = torch.where(usable, unmatched, 0.0)
+        entropy = entropy - (unmatched.exp() * unmatched).sum(-1)
+    energy = torch.where(cells, belief * torch.where(cells, scores, 0.0), 0.0).sum((-2, -1))
+    return belief, energy + entropy

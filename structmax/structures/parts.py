@@ -1,0 +1,205 @@
+"""Structures given by the scores of their parts: what follows from value, gradient and k best."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from structmax.primitive import backend_for, is_transforming
+from structmax.smoothing import SHANNON
+from structmax.structures import checks
+from structmax.structures.base import Ranked, Structure, TopK, dot
+
+
+class PartStructure(Structure):
+    """A structure whose subclass says what its parts score, and how A, ∇A and the k best are found.
+
+    ``log_prob`` and ``cross_entropy`` are those of the Gibbs distribution.
+    """
+
+    # -- what a subclass says ---------------------------------------------------------------------
+
+    @abstractmethod
+    def _parts(self) -> tuple[Tensor, ...]:
+        """Scores of all parts, primary first, each ``(*batch, *event)``, float32 or float64."""
+
+    @abstractmethod
+    def _value(self) -> Tensor:
+        """A(θ), differentiable."""
+
+    @abstractmethod
+    def _value_and_gradient(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """A(θ) and its gradient in each of ``_parts``, differentiable."""
+
+    @abstractmethod
+    def _kbest(self, k: int) -> tuple[Tensor, Tensor]:
+        """Scores ``(*batch, k)``, −inf past the last, and z ``(*batch, k, *parts)``."""
+
+    @abstractmethod
+    def _score(self, z: Tensor) -> Tensor:
+        """⟨θ, parts of z⟩ for an indicator ``(*sample, *batch, *parts)``."""
+
+    @abstractmethod
+    def _replace_primary(self, scores: Tensor) -> Any:
+        """The same structure with other primary scores, ``(*batch, *parts)``."""
+
+    def _incompatible(self, include: Tensor) -> Tensor:
+        """The primary parts that cannot stand beside those included, as a mask."""
+        raise ValueError(
+            f"{self._name}.condition: include= is not defined here, because the parts that exclude "
+            "each other are not known. Use exclude=."
+        )
+
+    def _aligned(self, q: Structure) -> tuple[Any, Any]:
+        """This structure and q, over the same parts."""
+        self._same_kind(q)
+        return self, q
+
+    # -- value and gradient -----------------------------------------------------------------------
+
+    def _cached(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Value and gradient; kept for the next query where nothing watches the computation."""
+        tensors = [t for t, _ in self._tensors().values()]
+        if (
+            torch.compiler.is_compiling()
+            or is_transforming(tensors)
+            or torch.is_inference_mode_enabled()
+            or any(t.is_inference() for t in tensors)
+        ):
+            return self._value_and_gradient()
+        kept = self.__dict__.get("_kept")
+        if kept is None or kept[0] != _state(tensors, *kept[1:]):
+            value, mu = self._value_and_gradient()
+            kept = _state(tensors, value, mu), value, mu
+            self.__dict__["_kept"] = kept
+        _, value, mu = kept
+        return value.detach(), tuple(m.detach() for m in mu)  # ours stay without a gradient
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_kept"}
+
+    @property
+    def _is_gibbs(self) -> bool:
+        """Whether log_prob is (score − A)/γ; otherwise it is that of the walk."""
+        return self.smoothing.code[0] == SHANNON
+
+    def log_partition(self) -> Tensor:
+        kept = self.__dict__.get("_kept")
+        return self._value() if kept is None else self._cached()[0]
+
+    def _refuse_infeasible(self, query: str, value: Tensor, answer: Tensor) -> Tensor:
+        """The answer; an item without a structure is an error, or NaN where one cannot look."""
+        value = value.detach()
+        if self._validate_args and checks.can_look():
+            checks.feasible(self._name, query, value)
+            return answer
+        good = value.abs() < math.inf  # no −inf, nor the NaN or +inf of scores not looked at
+        if value.device.type == "cpu" and checks.can_look() and bool(good.all()):
+            return answer
+        return torch.where(good[(..., *[None] * (answer.dim() - good.dim()))], answer, math.nan)
+
+    def marginals(self) -> Tensor:
+        value, mu = self._cached()
+        return self._refuse_infeasible("marginals", value, mu[0]).to(self.dtype)
+
+    # -- discrete queries -------------------------------------------------------------------------
+
+    def topk(self, k: int) -> TopK:
+        if not isinstance(k, int) or k < 1:
+            raise ValueError(f"{self._name}.topk: k must be at least 1, an integer, got {k!r}.")
+        scores, z = self._kbest(k)
+        z = z.to(self.dtype)
+        exists = scores > -math.inf
+        if is_transforming(self._parts()):  # the same numbers, with a gradient
+            at = len(self.batch_shape)
+            real = exists[(..., *[None] * len(self.event_shape))]
+            safe = torch.where(real, z, z.narrow(at, 0, 1))
+            again = self._score(safe.movedim(at, 0)).movedim(0, -1)
+            scores = torch.where(exists, again, -math.inf)
+        return TopK(z, scores, exists)
+
+    def mbr(self) -> Tensor:
+        """The structure of least expected Hamming cost: argmax of ⟨μ, z⟩ over what is allowed.
+
+        >>> import structmax as sx
+        >>> sx.Choice(torch.tensor([0.0, 1.0])).mbr()
+        tensor([0., 1.])
+        """
+        mu = self.marginals().detach()
+        return self._with_marginal_scores(mu).argmax()
+
+    def _with_marginal_scores(self, mu: Tensor) -> Any:
+        """A structure scored by its marginals alone; what is forbidden stays forbidden."""
+        allowed = self._parts()[0].detach() > -math.inf
+        return self._replace_primary(torch.where(allowed, mu, -math.inf))
+
+    # -- scores and probabilities -----------------------------------------------------------------
+
+    def score(self, z: Tensor) -> Tensor:
+        return self._score(self._indicator(z))
+
+    def log_prob(self, z: Tensor) -> Tensor:
+        return (self.score(z) - self.log_partition()) / self.smoothing.gamma
+
+    def cross_entropy(self, q: Structure) -> Tensor:
+        p, q = self._aligned(q)
+        return p._gibbs_cross_entropy(q)
+
+    def _gibbs_cross_entropy(self, q: Any) -> Tensor:
+        own, mu = self._cached()
+        value = own if q is self else q._value()
+        pairs = zip(q._parts(), mu, strict=True)
+        total = sum(dot(theta, m, m.dim() - len(self.batch_shape)) for theta, m in pairs)
+        total = (value - total) / q.smoothing.gamma
+        return self._refuse_infeasible("cross_entropy", own.expand(total.shape), total)
+
+    def condition(self, include: Tensor | None = None, exclude: Tensor | None = None) -> Any:
+        shape = (*self.batch_shape, *self.event_shape)
+        forbidden = torch.zeros(shape, dtype=torch.bool, device=self._parts()[0].device)
+        for name, mask in (("include", include), ("exclude", exclude)):
+            if mask is None:
+                continue
+            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+                got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+                raise ValueError(
+                    f"{self._name}.condition: {name} must be a boolean mask, got {got}."
+                )
+            try:
+                mask = mask.expand(shape)
+            except RuntimeError:
+                raise ValueError(
+                    f"{self._name}.condition: {name} must broadcast to {shape}, "
+                    f"got {tuple(mask.shape)}."
+                ) from None
+            forbidden = forbidden | (self._incompatible(mask) if name == "include" else mask)
+        primary = self._parts()[0].to(self.dtype)
+        return self._replace_primary(torch.where(forbidden, -math.inf, primary))
+
+    @torch.no_grad()
+    def ranked_support(self) -> Iterator[Ranked]:
+        k, rank = 4, 0
+        while True:
+            z, log_prob = self._likeliest(k)
+            while rank < k:
+                if not bool((log_prob[..., rank] > -math.inf).any()):
+                    return
+                yield Ranked(z.select(len(self.batch_shape), rank), log_prob[..., rank])
+                rank += 1
+            k *= 2
+
+    def _likeliest(self, k: int) -> tuple[Tensor, Tensor]:
+        """The k structures of highest probability and its logarithm, −inf past the last."""
+        best = self.topk(k)
+        value = self.log_partition()[..., None]
+        log_prob = (best.scores - value) / self.smoothing.gamma
+        return best.structures, torch.where(best.exists, log_prob, -math.inf)
+
+
+def _state(tensors: Sequence[Tensor], value: Tensor, mu: Sequence[Tensor]) -> list[Any]:
+    """What a kept answer depends on: the backend, and that nobody wrote into scores or answer."""
+    return [backend_for(tensors[0]), *[t._version for t in (*tensors, value, *mu)]]
