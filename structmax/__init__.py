@@ -30,6 +30,7 @@ from structmax.structures.linear_chain import LinearChain
 from structmax.structures.path import Path
 from structmax.structures.pcfg import PCFG
 from structmax.structures.semi_markov import SemiMarkov
+from structmax.structures.spanning_tree import SpanningTree
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,7 @@ __all__ = [
     "SemiMarkov",
     "Shannon",
     "Smoothing",
+    "SpanningTree",
     "Structure",
     "TopK",
     "Tsallis",

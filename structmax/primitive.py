@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._functorch.utils import unwrap_dead_wrappers
 
 import structmax.threads  # noqa: F401  it must see every fork
 
@@ -288,14 +289,23 @@ def to_front(tensors: Tensors, in_dims: Sequence[int | None], size: int) -> list
     ]
 
 
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)``, without its look at the signature where nothing needs it: that
+    takes as long as a small kernel."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*unwrap_dead_wrappers(args))
+
+
 class _Gradient(torch.autograd.Function):
     """θ ↦ (A, μ)."""
 
     @staticmethod
     def forward(name: str, key: str, omega: Omega, *tensors: Tensor) -> tuple[Tensor, ...]:
         scores, constants = _split(name, tensors)
-        op = Primitive.by_name[name].gradient_op
-        return tuple(op(list(scores), list(constants), key, list(omega)))
+        primitive = Primitive.by_name[name]
+        run = primitive._run_gradient if is_plain(tensors) else primitive.gradient_op
+        return tuple(run(list(scores), list(constants), key, list(omega)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -323,7 +333,7 @@ class _Gradient(torch.autograd.Function):
             if torch.compiler.is_compiling():  # compiled backward passes are not differentiated
                 w = primitive.hvp_op(list(scores), v, list(constants), ctx.key, list(ctx.omega))
             else:
-                w = _Hvp.apply(ctx.name, ctx.key, ctx.omega, *scores, *v, *constants)
+                w = apply(_Hvp, ctx.name, ctx.key, ctx.omega, *scores, *v, *constants)
             out = [b if a is None else a + b for a, b in zip(out, w, strict=True)]
         return (None, None, None, *out, *([None] * len(constants)))
 
@@ -355,7 +365,7 @@ class _GradientBothModes(_Gradient):
 def _gradient(name: str, key: str, omega: Omega, *tensors: Tensor) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling():
         return _Gradient.apply(name, key, omega, *tensors)
-    return _GradientBothModes.apply(name, key, omega, *tensors)
+    return apply(_GradientBothModes, name, key, omega, *tensors)
 
 
 class _Hvp(torch.autograd.Function):

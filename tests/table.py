@@ -7,8 +7,19 @@ from structmax.testing.examples import (
     dag,
     diamond,
     f64,
+    nonprojective,
     projective,
     randn,
 )
 
-__all__ = ["ROWS", "SMOOTHINGS", "STRUCTURES", "dag", "diamond", "f64", "projective", "randn"]
+__all__ = [
+    "ROWS",
+    "SMOOTHINGS",
+    "STRUCTURES",
+    "dag",
+    "diamond",
+    "f64",
+    "nonprojective",
+    "projective",
+    "randn",
+]

@@ -20,6 +20,10 @@ REPRESENTATIVES = {
     "pcfg/shannon",
     "pcfg-low-rank/shannon",
     "subset-between/shannon",
+    "assignment-padded/shannon",
+    "nonprojective/shannon",
+    "nonprojective-labelled/shannon-0.5",
+    "spanning-tree/shannon",
 }
 
 

@@ -32,11 +32,11 @@ from torch import Tensor
 
 from structmax.forest.topology import Forest, Ints
 
-TILE = 2048  # slots that a program reads at a time
+TILE = 1024  # slots that a program reads at a time
 NARROW = 32  # nodes of a tile that has long lists; of others 4 and 16 times as many
 WARPS = 16
 START = 2  # how many steps of TILE slots the start of a tile costs, for choosing among the shapes
-STEPS = 32  # per level at most, up and down together; beyond, many programs are faster
+STEPS = 10  # per level at most, up and down together; beyond, many programs are faster
 PADDING = 4  # times as many slots as edges and uses at most
 
 PARTS = 512  # uses of parts that a program of count_parts reads at a time

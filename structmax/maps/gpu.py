@@ -253,9 +253,10 @@ def steep_kernel(
         count += tl.sum((w >= -low).to(dtype), 1)[:, None]
     r = 1.0 / tl.maximum(count, 1.0)
     edge = tl.where(ours, edge, 0.0)
-    turn, active = 0, 1
     total = tl.full((BR, 1), 1.0, dtype)
-    while (turn < 100) & (active > 0):
+    # new names: Triton 3.6 fails if what is idle after a loop is older than what is not
+    tried, going = 0, 1
+    while (tried < 100) & (going > 0):
         mass, slope = tl.zeros((BR, 1), dtype), tl.zeros((BR, 1), dtype)
         for start in range(0, stop, BN):
             w = tile(kept, X, row, start, n, R, center, rate, ON_CHIP, BR, BN)
@@ -266,8 +267,8 @@ def steep_kernel(
         moving = ours & (step > r * (1e-16 if dtype == tl.float64 else 3e-8))
         total = tl.where(ours & (mass > 0.0), mass, 1.0)
         r = tl.where(moving, tl.maximum(r - step, 0.0), r)
-        active = tl.max(tl.max(moving.to(tl.int32), 1), 0)
-        turn += 1
+        going = tl.max(tl.max(moving.to(tl.int32), 1), 0)
+        tried += 1
 
     for start in range(0, stop, BN):
         w = tile(kept, X, row, start, n, R, center, rate, ON_CHIP, BR, BN)
@@ -336,6 +337,7 @@ def budget_kernel(
             tau = tl.where(moving, new, tau)
             active = tl.max(tl.max(moving.to(tl.int32), 1), 0)
             turn += 1
+        tau = tl.minimum(tl.maximum(tau, low), high)  # as it is; see the loop with ``going``
         if round == 0:
             first = tau
         elif round == 1:

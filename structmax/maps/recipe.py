@@ -37,6 +37,7 @@ from torch import Tensor
 
 from structmax.primitive import (
     Tensors,
+    apply,
     backend_for,
     flatten_batch,
     is_plain,
@@ -143,8 +144,9 @@ class Map:
         """p ``(*batch, n)``, differentiable; parameters ``(*batch, 1)`` or ``(*batch, n)``."""
         tensors = (x, *parameters)
         if is_transforming(tensors):
-            function = _Apply if torch.compiler.is_compiling() else _ApplyBothModes
-            return function.apply(self.name, tuple(options), *tensors)
+            if torch.compiler.is_compiling():
+                return _Apply.apply(self.name, tuple(options), *tensors)
+            return apply(_ApplyBothModes, self.name, tuple(options), *tensors)
         run = self._run if is_plain(tensors) else self.op
         return run(x, list(parameters), list(options))
 

@@ -95,8 +95,7 @@ def argmax(theta: Tensor, lengths: Tensor, single: bool) -> tuple[Tensor, Tensor
     """The naive twin of ``arborescence_cpu.argmax``."""
     s = theta.shape[-1]
     found = [
-        _solve(item, n, single)
-        for item, n in zip(theta.tolist(), lengths.tolist(), strict=True)
+        _solve(item, n, single) for item, n in zip(theta.tolist(), lengths.tolist(), strict=True)
     ]
     rows = [[*heads, *[0] * (s - 1 - len(heads))] for _, heads in found]
     values = torch.tensor([value for value, _ in found], dtype=torch.float64)

@@ -152,9 +152,7 @@ def _argmax_items(
 
 
 @kernel
-def _rest_items(
-    low: int, high: int, theta: Any, lengths: Any, single: bool, rest: Any
-) -> None:
+def _rest_items(low: int, high: int, theta: Any, lengths: Any, single: bool, rest: Any) -> None:
     s = theta.shape[1]
     S, gain, roots = np.empty((s, s)), np.empty((s, s)), np.empty((s, s))
     label, ints = np.empty((s, s), np.int64), np.empty((s, s), np.int64)

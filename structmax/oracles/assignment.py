@@ -79,13 +79,13 @@ def _run_argmax(scores: Tensor, rows: Tensor, columns: Tensor) -> list[Tensor]:
 
 
 def _run_kbest(scores: Tensor, rows: Tensor, columns: Tensor, k: int) -> list[Tensor]:
-    given = _flat(scores, rows, columns)
+    theta, n_rows, n_columns = _flat(scores, rows, columns)
     if backend_for(scores) == "naive":
-        best, z = naive_kbest(*given, k)
+        best, z = naive_kbest(theta, n_rows, n_columns, k)
     else:
         from structmax.oracles import assignment_cpu
 
-        best, z = assignment_cpu.kbest(*given, k)
+        best, z = assignment_cpu.kbest(theta, n_rows, n_columns, k)
     *batch, n, _ = scores.shape
     return [best.reshape(*batch, k).to(scores), z.reshape(*batch, k, n).to(scores.device)]
 

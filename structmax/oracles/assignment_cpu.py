@@ -20,7 +20,7 @@ INF = math.inf
 
 
 @kernel(inner=True)
-def _bid(cost: Any, first: int, used: Any, u: Any, v: Any, row: Any, column: Any) -> bool:
+def _bid(cost: Any, first: int, u: Any, v: Any, row: Any, column: Any) -> bool:
     """Rows in turn take the column that is cheapest for them, from another row if need be.
 
     A column then costs more by what its row would lose with the next cheapest one, so that prices
@@ -40,7 +40,7 @@ def _bid(cost: Any, first: int, used: Any, u: Any, v: Any, row: Any, column: Any
         best, low, next_low = -1, INF, INF
         for j in range(m):
             x = cost[i, j] - v[j]
-            if x < next_low and not used[j]:
+            if x < next_low:
                 if x < low:
                     best, low, next_low = j, x, low
                 else:
@@ -65,9 +65,18 @@ def _bid(cost: Any, first: int, used: Any, u: Any, v: Any, row: Any, column: Any
         i = waiting[t]
         u[i] = INF
         for j in range(m):
-            if not used[j]:
-                u[i] = min(u[i], cost[i, j] - v[j])
+            u[i] = min(u[i], cost[i, j] - v[j])
     return True
+
+
+@kernel(fused=True, inner=True)
+def _relax(cost: Any, v: Any, base: float, at: int, dist: Any, back: Any) -> None:
+    """Ways through row ``at`` that are shorter; a column that is done has dist −inf."""
+    for j in range(len(v)):
+        along = (cost[j] - v[j]) - base
+        better = along < dist[j]
+        dist[j] = along if better else dist[j]
+        back[j] = at if better else back[j]
 
 
 @kernel
@@ -79,33 +88,32 @@ def _solve(cost: Any, first: int, used: Any, column: Any) -> bool:
     assignment.
     """
     n, m = cost.shape
-    u, v, dist = np.empty(n), np.zeros(m), np.empty(m)
+    u, v, dist, when = np.empty(n), np.zeros(m), np.empty(m), np.empty(m)
     row, back, order = np.full(m, -1), np.empty(m, np.int64), np.empty(m, np.int64)
     column[first:] = -1
-    if not _bid(cost, first, used, u, v, row, column):
+    for j in range(m):
+        if used[j]:
+            v[j] = -INF  # beyond any price
+    if not _bid(cost, first, u, v, row, column):
         return False
-    done = np.empty(m, np.bool_)
     for i in range(first, n):
         if column[i] >= 0:
             continue
         dist[:] = INF
-        done[:] = used
         at, far, count, end = i, 0.0, 0, -1
         while end < 0:
+            _relax(cost[at], v, u[at] - far, at, dist, back)
             least, nearest = INF, -1
             for j in range(m):
-                if not done[j]:
-                    along = far + ((cost[at, j] - u[at]) - v[j])
-                    if along < dist[j]:
-                        dist[j], back[j] = along, at
-                    # among equals a free column ends the search
-                    if dist[j] < least or (dist[j] == least < INF and row[j] < 0):
-                        least, nearest = dist[j], j
+                x = dist[j]
+                # among equals a free column ends the search
+                if x > -INF and (x < least or (x == least and x < INF and row[j] < 0)):
+                    least, nearest = x, j
             if nearest < 0:
                 return False
             far = least
-            done[nearest] = True
-            order[count] = nearest
+            dist[nearest] = -INF  # done
+            order[count], when[count] = nearest, far
             count += 1
             if row[nearest] < 0:
                 end = nearest
@@ -114,8 +122,8 @@ def _solve(cost: Any, first: int, used: Any, column: Any) -> bool:
         u[i] += far
         for t in range(count - 1):
             j = order[t]
-            u[row[j]] += far - dist[j]
-            v[j] -= far - dist[j]
+            u[row[j]] += far - when[t]
+            v[j] -= far - when[t]
         j = end
         while True:
             who = back[j]

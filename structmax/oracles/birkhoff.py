@@ -47,7 +47,8 @@ def _extended(
     last_row[n, :m], last_column[:n, m] = True, True
     pad = torch.nn.functional.pad
     x = torch.where(last_row, pad(slack_row, (0, 1))[:, None, :], x)
-    return torch.where(last_column, pad(slack_column, (0, 1))[:, :, None], x), *mass
+    x = torch.where(last_column, pad(slack_column, (0, 1))[:, :, None], x)
+    return x, mass[0], mass[1]
 
 
 def sinkhorn(
@@ -62,41 +63,58 @@ def sinkhorn(
 ) -> Tensor:
     """P ``(B, n, m)`` = exp(θ/γ + f + g) with the sums that matchings have; see ``Assignment``.
 
-    f and g are found without a gradient. g then gets that of the equations which define it: two
-    Newton steps on "columns sum to b", that move nothing but have the right first two derivatives.
-    Given g, f is the normalisation of the rows.
+    Given g, f normalises the rows. g is found without a gradient, by normalising the columns and
+    by Newton steps on "columns sum to b", kept by the items which they bring closer: normalising
+    makes its way from anywhere, but the last of it slowly. The temperature starts at the spread of
+    the scores and is halved after each step, since cold problems are far from every start but the
+    solution of one less cold. g then gets the gradient of the equations that define it: two Newton
+    steps that move nothing but have the right first two derivatives.
     """
-    x, a, b = _extended(scores / temperature, cells, spare, rows, columns)
+    theta, a, b = _extended(scores, cells, spare, rows, columns)
     log_a, log_b = (torch.where(t > 0, t, 1.0).log() for t in (a, b))
 
-    def scaled(g: Tensor) -> Tensor:
+    def scaled(x: Tensor, g: Tensor) -> Tensor:
         f = log_a - _log_sum(x + g[:, None, :], -1)
         return (x + f[:, :, None] + g[:, None, :]).exp()
 
+    def newton(p: Tensor) -> Tensor:
+        share = p / torch.where(a > 0, a, 1.0)[:, :, None]
+        slope = p.sum(-2).diag_embed() - p.mT @ share
+        return torch.linalg.solve(slope + regular, b - p.sum(-2))
+
+    def off(p: Tensor) -> Tensor:
+        return (b - p.sum(-2)).abs().amax(-1)
+
     with torch.no_grad():
-        g = torch.zeros_like(b)
-        for step in range(iterations):
-            f = log_a - _log_sum(x + g[:, None, :], -1)
-            new = log_b - _log_sum(x + f[:, :, None], -2)
-            # P has its rows right before this step and its columns after it
-            worst = (b * (g - new).expm1()).abs()
-            g = new
-            if checks.can_look() and step % 8 == 7 and not bool((worst > tol).any()):
-                break
-        mask = (x > -math.inf).double()
-        one = torch.eye(b.shape[-1], dtype=x.dtype, device=x.device)
+        # the slope is singular along the shifts of all columns that hang together, which change
+        # nothing and may be fixed at will
+        mask = (theta > -math.inf).double()
+        one = torch.eye(b.shape[-1], dtype=b.dtype, device=b.device)
         joined = one + mask.mT @ mask
         for _ in range(b.shape[-1].bit_length()):
             joined = (joined @ joined > 0).double()
+        regular = joined + RIDGE * one
+        known = torch.where(mask > 0, theta, 0.0).flatten(1)
+        warmth = (known.amax(-1) - known.amin(-1)).clamp(min=temperature)[:, None]
+        g = torch.zeros_like(b)
+        for _ in range(iterations):
+            x = theta / warmth[:, :, None]
+            f = log_a - _log_sum(x + g[:, None, :], -1)
+            g = log_b - _log_sum(x + f[:, :, None], -2)
+            p = scaled(x, g)
+            tried = g + newton(p)
+            before, after = off(p), off(scaled(x, tried))
+            g = torch.where((after < before)[:, None], tried, g)
+            done = (warmth[:, 0] == temperature) & (torch.minimum(after, before) <= tol)
+            if checks.can_look() and bool(done.all()):
+                break
+            colder = (warmth / 2).clamp(min=temperature)
+            g, warmth = g * (warmth / colder), colder
+    x = theta / temperature
     for _ in range(2):
-        p = scaled(g)
-        mass = p.sum(-2)
-        # singular along the shifts of all columns that hang together: these may be fixed at will
-        share = p / torch.where(a > 0, a, 1.0)[:, :, None]
-        slope = mass.diag_embed() - p.mT @ share + joined + RIDGE * one
-        move = torch.linalg.solve(slope, b - mass)
+        move = newton(scaled(x, g))
         g = g + (move - move.detach())
-    return scaled(g)[:, :-1, :-1]
+    return scaled(x, g)[:, :-1, :-1]
 
 
 def _others(x: Tensor, dim: int) -> Tensor:

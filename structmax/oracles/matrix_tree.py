@@ -5,11 +5,11 @@ Scores ``(*B, s, s)`` are of arcs ``[head, modifier]``; node 0 is the root, and 
 dependency trees Koo et al. 2007, Smith and Smith 2007, McDonald and Satta 2007); ``key`` says
 whether the root has a ``"single"`` modifier or ``"multi"``.
 
-Z is a determinant, but log det loses all digits once scores spread over some forty nats: chances are
-differences of nearly equal numbers. So everything here eliminates words one at a time without a
-subtraction (see ``matrix_tree_cpu`` for the recurrence and for the single root); only on the GPU,
-where n small steps are slow, and only if scores spread over less than ``LU_SPREAD`` nats and no arc
-is forbidden, factors of the Laplacian answer, in float64.
+Z is a determinant, but log det loses all digits once scores spread over some forty nats, since
+chances are then differences of nearly equal numbers. So everything here removes words one at a time
+without a subtraction (see ``matrix_tree_cpu`` for the recurrence and for the single root). Only on
+the GPU, where n small steps are slow, and only if scores spread over less than ``LU_SPREAD`` nats
+and no arc is forbidden, the inverse of the Laplacian answers, in float64.
 """
 
 from __future__ import annotations
@@ -147,7 +147,9 @@ def _naive(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tenso
 def _value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
     given = theta, lengths, _, gamma = _arguments(scores, constants, key, omega)
     if backend_for(theta) == "gpu":
-        return (_Laplacian(*given).value() if _suits_lu(theta, lengths, gamma) else naive(*given)).to(theta.dtype)
+        return (
+            _Laplacian(*given).value() if _suits_lu(theta, lengths, gamma) else naive(*given)
+        ).to(theta.dtype)
     from structmax.oracles import matrix_tree_cpu
 
     return matrix_tree_cpu.value(*given).to(theta.dtype)

@@ -1,12 +1,12 @@
-"""The Matrix-Tree theorem without subtractions, for the CPU: value, gradient, its derivative, draws.
+"""The Matrix-Tree theorem without subtractions, for the CPU: value, derivatives and draws.
 
 ``W[i, j]`` is the weight of head j for word i. Removing word k hands its modifiers on to its heads,
 
     W[i, j] += W[i, k]·P[k, j],    P[k, j] = W[k, j] / S[k],    S[k] = Σ W[k, j] over what remains,
 
 and Z is the product of the S[k] (Grassmann, Taksar and Heyman, 1985: elimination without a
-subtraction, so every number keeps its relative accuracy). With all words but m removed, walking back
-through P gives x[h], the chance that a walk up the heads from h meets the root before m, and
+subtraction, so every number keeps its relative accuracy). With all words but m removed, walking
+back through P gives x[h], the chance that a walk up the heads from h meets the root before m, and
 
     P(head of m is h)  ∝  W[m, h]·x[h],
 
@@ -314,7 +314,9 @@ def _tree_items(
     dP = np.empty((s, s)) if twice else P
     x, dx, q, dq = np.zeros(s), np.zeros(s), np.zeros(s), np.zeros(s)
     removed, first, last = np.empty(s, np.int64), np.empty(s, np.int64), np.empty(s, np.int64)
-    begin, end, mark = np.empty(levels, np.int64), np.empty(levels, np.int64), np.empty(levels, np.int64)  # fmt: skip
+    # the words of each level, those of the next being half of them, and how many are removed
+    begin, end = np.empty(levels, np.int64), np.empty(levels, np.int64)
+    mark = np.empty(levels, np.int64)
     for item in range(low, high):
         n = lengths[item]
         logs, scale = _load(theta[item], n, single, gamma, base)

@@ -49,18 +49,25 @@ def naive(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor
     return smooth.max(values[:, least:]).to(scores[0].dtype)
 
 
+def _scaled(scores: Tensors, omega: Omega) -> tuple[Tensor, Tensor, float]:
+    """θ/γ and γ."""
+    take, skip = (s.double() / omega[1] for s in scores)
+    return take, skip, omega[1]
+
+
 def _value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
     from structmax.oracles import subset_cpu
 
-    gamma, theta = omega[1], [s.double() / omega[1] for s in scores]
-    return (gamma * subset_cpu.value(*theta, *constants, _pair(key))).to(scores[0].dtype)
+    take, skip, gamma = _scaled(scores, omega)
+    value = subset_cpu.value(take, skip, constants[0], _pair(key))
+    return (gamma * value).to(scores[0].dtype)
 
 
 def _gradient(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> list[Tensor]:
     from structmax.oracles import subset_cpu
 
-    gamma, theta = omega[1], [s.double() / omega[1] for s in scores]
-    value, *mu = subset_cpu.gradient(*theta, *constants, _pair(key))
+    take, skip, gamma = _scaled(scores, omega)
+    value, *mu = subset_cpu.gradient(take, skip, constants[0], _pair(key))
     return [t.to(scores[0].dtype) for t in (gamma * value, *mu)]
 
 
@@ -69,8 +76,8 @@ def _hvp(
 ) -> list[Tensor]:
     from structmax.oracles import subset_cpu
 
-    gamma, theta = omega[1], [s.double() / omega[1] for s in scores]
-    w = subset_cpu.hvp(*theta, list(directions), *constants, _pair(key))
+    take, skip, gamma = _scaled(scores, omega)
+    w = subset_cpu.hvp(take, skip, directions, constants[0], _pair(key))
     return [(t / gamma).to(scores[0].dtype) for t in w]
 
 
@@ -96,7 +103,8 @@ def _run_sample(
 def _run_kbest(take: Tensor, skip: Tensor, lengths: Tensor, key: str, k: int) -> list[Tensor]:
     from structmax.oracles import subset_cpu
 
-    best, z = subset_cpu.kbest(*_flat(take, skip, lengths), _pair(key), k)
+    theta, other, sizes = _flat(take, skip, lengths)
+    best, z = subset_cpu.kbest(theta, other, sizes, _pair(key), k)
     *batch, n = take.shape
     return [best.reshape(*batch, k).to(take), z.reshape(*batch, k, n).to(take)]
 

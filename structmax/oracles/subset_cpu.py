@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -313,7 +313,7 @@ def gradient(take: Tensor, skip: Tensor, sizes: Tensor, k: tuple[int, int]) -> l
 
 
 def hvp(
-    take: Tensor, skip: Tensor, directions: list[Tensor], sizes: Tensor, k: tuple[int, int]
+    take: Tensor, skip: Tensor, directions: Sequence[Tensor], sizes: Tensor, k: tuple[int, int]
 ) -> list[Tensor]:
     """The Hessian of A times the directions."""
     along = [d.double().contiguous().numpy() for d in directions]

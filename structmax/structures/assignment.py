@@ -128,7 +128,10 @@ class Assignment(DynamicStructure):
     ) -> None:
         checks.scores("Assignment", "scores", scores, 2, "(..., n, m) with n and m at least 1")
         self.scores = scores
-        self.rows, self.columns = (None, None) if lengths is None else self._pair(lengths)
+        self.rows: Tensor | None = None
+        self.columns: Tensor | None = None
+        if lengths is not None:
+            self.rows, self.columns = self._pair(lengths)
         checks.same_device("Assignment", **{name: t for name, (t, _) in self._tensors().items()})
         batch = checks.batch_shape("Assignment", **self._tensors())
         self._lengths_are_good = lengths is None
@@ -323,7 +326,7 @@ class Assignment(DynamicStructure):
         return self._refuse_infeasible(query, value, answer).to(self.dtype)
 
     def sinkhorn(
-        self, temperature: float = 1.0, iterations: int = 10_000, tol: float = 1e-9
+        self, temperature: float = 1.0, iterations: int = 200, tol: float = 1e-9
     ) -> Tensor:
         """A relaxation, not the marginals: the P that maximises ⟨θ, P⟩ + γ·H(P), ``(*B, n, m)``.
 
@@ -331,9 +334,9 @@ class Assignment(DynamicStructure):
         side; H(P) = −Σ P log P, where what stays unmatched counts as a row (or column) more. At
         γ = 0 the maximum is that of ``argmax`` (Birkhoff, 1946), towards which P tends. Found by
         normalising rows and columns in turn (Sinkhorn & Knopp, 1967; Cuturi, 2013), in log domain,
-        until no sum is off by more than ``tol``, or ``iterations`` times: small temperatures need
-        many. Differentiable twice by the implicit function theorem, and so only as exact as the
-        iteration has converged. Time O(nm) an iteration, O(m³) for the gradient.
+        and by Newton steps at falling temperatures, until no sum is off by more than ``tol``, or
+        ``iterations`` times. Differentiable twice by the implicit function theorem, and so only as
+        exact as the iteration has converged. Time O(m³) an iteration.
 
         Args:
             temperature: γ, whatever the ``smoothing``
@@ -352,8 +355,9 @@ class Assignment(DynamicStructure):
                 f"Assignment.sinkhorn: temperature must be a positive number, got {temperature}. "
                 "At temperature 0 use argmax()."
             )
-        theta, cells, rest = self._relaxed()
-        p = birkhoff.sinkhorn(theta, cells, *rest, temperature, iterations, tol)
+        theta, cells, (spare, rows, columns) = self._relaxed()
+        sizes = rows, columns
+        p = birkhoff.sinkhorn(theta, cells, spare, *sizes, temperature, iterations, tol)
         return self._relaxation("sinkhorn", p, cells)
 
     def bethe(self, iterations: int = 50) -> Bethe:
@@ -361,7 +365,8 @@ class Assignment(DynamicStructure):
 
         The log-partition is that of Bethe's free energy, for square items and non-negative weights
         a lower bound of the exact one (Vontobel, 2013; Gurvits, 2011), once the messages have
-        converged. Gradients are those of the iterations. Time O(nm) an iteration.
+        converged. The marginals tend to be too sure. Gradients are those of the iterations. Time
+        O(nm) an iteration.
 
         >>> import structmax as sx
         >>> pairs = sx.Assignment(torch.zeros(3, 3))

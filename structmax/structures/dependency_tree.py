@@ -21,7 +21,8 @@ class DependencyTree(SquareStructure):
     The diagonal, the column of modifier 0 and what lies outside the length are not looked at.
 
     ``projective=True`` allows no arcs that cross (when all are drawn above the sentence, the root
-    symbol on its left). See ``ProjectiveTree`` for the graph that then answers.
+    symbol on its left). See ``ProjectiveTree`` for the graph that then answers, and
+    ``NonprojectiveTree`` for what answers otherwise.
 
     Integer form: the head of each word ``(*B, n)``, with labels pairs of head and label
     ``(*B, n, 2)``; what stands in the padding is ignored. ``decode`` gives the same as lists.
@@ -37,11 +38,14 @@ class DependencyTree(SquareStructure):
             on each side the head itself: its score is ``[head, head, modifier]``
         labelled: whether the last dimension of ``scores`` is that of labels. By default it is if
             the last two sizes differ; say so yourself if the number of labels may equal n + 1
-        smoothing: Ω, by default ``sx.Shannon(1.0)``
+        smoothing: Ω, by default ``sx.Shannon(1.0)``; of non-projective trees another temperature
+            at most, since they are no dynamic program
 
     >>> import structmax as sx
     >>> scores = torch.zeros(4, 4)
     >>> scores[0, 2] = scores[2, 1] = scores[2, 3] = 1.0
+    >>> round(sx.DependencyTree(torch.zeros(4, 4)).log_partition().exp().item())  # so many trees
+    9
     >>> tree = sx.DependencyTree(scores, projective=True)
     >>> tree.decode(tree.argmax())  # the heads of words 1, 2 and 3
     [2, 0, 2]
@@ -65,13 +69,11 @@ class DependencyTree(SquareStructure):
         if cls is not DependencyTree:
             return super().__new__(cls)
         projective = args[2] if len(args) > 2 else kwargs.get("projective", False)
-        if not projective:
-            raise NotImplementedError(
-                "DependencyTree: non-projective trees are not available yet. Use projective=True."
-            )
+        from structmax.structures.nonprojective import NonprojectiveTree
         from structmax.structures.projective import ProjectiveTree
 
-        return super().__new__(ProjectiveTree)  # type: ignore[return-value]
+        kind = ProjectiveTree if projective else NonprojectiveTree
+        return super().__new__(kind)  # type: ignore[return-value]
 
     def __init__(
         self,
@@ -133,6 +135,11 @@ class DependencyTree(SquareStructure):
         if self.root == "single":
             between = between & (head > 0)
         return (between | (sibling == head)) & self._used()[..., :, None, :]
+
+    def _excluded_by(self, include: Tensor) -> Tensor:
+        # a word without any other head, or label, has this one
+        across = (-3, -1) if self.labelled else (-2,)
+        return include.sum(across, keepdim=True) - include.long() > 0
 
     # -- heads ------------------------------------------------------------------------------------
 
@@ -310,7 +317,10 @@ class DependencyTree(SquareStructure):
         """
         if not isinstance(obj, Tensor):
             obj = self._as_heads(obj)
-        heads, labels = self._checked_heads(obj)
+        return self._z_of(*self._checked_heads(obj))
+
+    def _z_of(self, heads: Tensor, labels: Tensor | None) -> Tensor:
+        """The indicator of heads and labels ``(..., n)``."""
         at = torch.arange(self.event_shape[0], device=heads.device)
         z = (heads[..., None, :] == at[:, None]) & self._inside()[..., None, :]
         z = torch.nn.functional.pad(z, (1, 0))

@@ -206,11 +206,6 @@ class ProjectiveTree(DependencyTree, PackedSquare):
             new.siblings = torch.where(self.siblings == -math.inf, -math.inf, 0.0).to(mu.dtype)
         return new
 
-    def _excluded_by(self, include: Tensor) -> Tensor:
-        # a word without any other head, or label, has this one
-        across = (-3, -1) if self.labelled else (-2,)
-        return include.sum(across, keepdim=True) - include.long() > 0
-
     def edge_marginals(self) -> Tensor:
         """The probability of each ``[head, sibling, modifier]``, as ``siblings``. Differentiable.
 

@@ -18,11 +18,12 @@ from structmax.smoothing import Smoothing
 from structmax.structures import checks
 from structmax.structures.base import Structure
 from structmax.structures.dynamic import DynamicStructure
+from structmax.structures.parts import PartStructure
 
 Ints = NDArray[np.int32]
 
 
-class SquareStructure(Structure):
+class SquareStructure(PartStructure):
     """Scores of the cells of a square, ``(*B, s, s)`` or ``(*B, s, s, labels)``, and lengths.
 
     Left to itself, ``labelled=None`` is read off the shape: scores whose last two sizes differ are
@@ -124,9 +125,38 @@ class SquareStructure(Structure):
             scores = scores + bad[(..., *[None] * len(self.event_shape))]
         return scores
 
+    def _parts(self) -> tuple[Tensor, ...]:
+        return (self._primary(),)
+
     @abstractmethod
     def _used(self) -> Tensor:
         """Which cells a structure may have, ``(s, s)`` or, with lengths, ``(*B, s, s)``."""
+
+    def _replace_primary(self, scores: Tensor) -> Any:
+        tensors = {name: t for name, (t, _) in self._tensors().items()}
+        return self._rebuild(**{**tensors, "scores": scores})
+
+    def _incompatible(self, include: Tensor) -> Tensor:
+        used = self._used()[..., None] if self.labelled else self._used()
+        never = (include & ~used).flatten(len(self.batch_shape)).any(-1)
+        return self._excluded_by(include) | never[(..., *[None] * len(self.event_shape))]
+
+    @abstractmethod
+    def _excluded_by(self, include: Tensor) -> Tensor:
+        """The parts that exclude one of those included, which are all parts of some structure."""
+
+    def _aligned(self, q: Structure) -> tuple[Any, Any]:
+        p, other = super()._aligned(q)
+        assert isinstance(other, SquareStructure)
+        ragged = self.lengths is not None or other.lengths is not None
+        if ragged and checks.can_look() and bool((self._lengths() != other._lengths()).any()):
+            raise ValueError(f"{self._name}: both distributions must have the same lengths.")
+        return p, other
+
+    def _masked(self, z: Tensor) -> Tensor:
+        """z with zeros where there is no part, the padding included."""
+        used = self._used()[..., None] if self.labelled else self._used()
+        return torch.where(used, z, torch.zeros_like(z))
 
     def _one_length(self) -> int:
         """The length of all items, for ``enumerate_support``."""
@@ -191,9 +221,6 @@ class PackedSquare(SquareStructure, DynamicStructure):
     def _width(self) -> int:
         return self._count(self._longest) * max(self._labels, 1)
 
-    def _parts(self) -> tuple[Tensor, ...]:
-        return (self._primary(),)
-
     def _pack(self, parts: Any) -> Tensor:
         batch, n = len(self.batch_shape), self._longest
         flat = parts[0].flatten(batch, batch + 1).index_select(batch, self._cells())
@@ -215,32 +242,6 @@ class PackedSquare(SquareStructure, DynamicStructure):
         at = flat.dim() - 2 if c else flat.dim() - 1
         whole = flat.new_full((*flat.shape[:at], s * s, *flat.shape[at + 1 :]), fill)
         return whole.index_copy(at, self._cells(), flat).unflatten(at, (s, s))
-
-    def _replace_primary(self, scores: Tensor) -> Any:
-        tensors = {name: t for name, (t, _) in self._tensors().items()}
-        return self._rebuild(**{**tensors, "scores": scores})
-
-    def _incompatible(self, include: Tensor) -> Tensor:
-        used = self._used()[..., None] if self.labelled else self._used()
-        never = (include & ~used).flatten(len(self.batch_shape)).any(-1)
-        return self._excluded_by(include) | never[(..., *[None] * len(self.event_shape))]
-
-    @abstractmethod
-    def _excluded_by(self, include: Tensor) -> Tensor:
-        """The parts that exclude one of those included, which are all parts of some structure."""
-
-    def _aligned(self, q: Structure) -> tuple[DynamicStructure, DynamicStructure]:
-        p, other = super()._aligned(q)
-        assert isinstance(other, PackedSquare)
-        ragged = self.lengths is not None or other.lengths is not None
-        if ragged and checks.can_look() and bool((self._lengths() != other._lengths()).any()):
-            raise ValueError(f"{self._name}: both distributions must have the same lengths.")
-        return p, other
-
-    def _masked(self, z: Tensor) -> Tensor:
-        """z with zeros where there is no part, the padding included."""
-        used = self._used()[..., None] if self.labelled else self._used()
-        return torch.where(used, z, torch.zeros_like(z))
 
     def _edge_use(self, z: Tensor) -> Tensor:
         return super()._edge_use(self._masked(z))

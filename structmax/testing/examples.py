@@ -88,6 +88,21 @@ def projective(
     return make
 
 
+def nonprojective(
+    *shape: int, root: str = "single", length: int | None = None
+) -> Callable[..., sx.DependencyTree]:
+    def make(gamma: float = 1.0) -> sx.DependencyTree:
+        return sx.DependencyTree(  # type: ignore[abstract]
+            randn(*shape),
+            None if length is None else torch.full((2,), length),
+            root=root,
+            labelled=len(shape) == 4,
+            smoothing=sx.Shannon(gamma),
+        )
+
+    return make
+
+
 def segments(
     *shape: int, transition: tuple[int, ...] | None = None, length: int | None = None
 ) -> Callable[..., sx.SemiMarkov]:
@@ -192,7 +207,6 @@ STRUCTURES: dict[str, Callable[..., sx.Structure]] = {
     "subset": subset(2),
     "subset-at-most": subset((0, 2)),
     "subset-between": subset((1, 3), length=4),
-    "subset-padded": subset(2, length=3),
 }
 
 SMOOTHINGS: dict[str, sx.Smoothing] = {
@@ -211,9 +225,20 @@ ROWS: dict[str, Callable[[], sx.Structure]] = {
 ROWS["hmm/shannon"] = hmm
 ROWS["grid-all/hard"] = lambda: sx.GridPath(-randn(2, 3, 3).abs(), moves="all", smoothing=sx.Hard())
 ROWS["pcfg-low-rank/shannon"] = low_rank_grammar
+ROWS["subset-padded/shannon"] = lambda: subset(2, length=3)(sx.Shannon())
 ROWS["assignment/shannon"] = lambda: sx.Assignment(randn(2, 3, 3))
 ROWS["assignment-wide/shannon-0.5"] = lambda: sx.Assignment(randn(2, 2, 4), None, sx.Shannon(0.5))
 ROWS["assignment-tall/shannon"] = lambda: sx.Assignment(randn(2, 4, 2))
 ROWS["assignment-padded/shannon"] = lambda: sx.Assignment(
     randn(2, 4, 4), (torch.tensor([4, 4]), torch.tensor([3, 3]))
 )
+ROWS["nonprojective/shannon"] = nonprojective(2, 5, 5, length=3)
+ROWS["nonprojective/shannon-0.5"] = partial(nonprojective(2, 4, 4), 0.5)
+ROWS["nonprojective-multi/shannon"] = nonprojective(2, 5, 5, root="multi", length=3)
+ROWS["nonprojective-labelled/shannon-0.5"] = partial(nonprojective(2, 4, 4, 2, length=2), 0.5)
+ROWS["nonprojective-word/shannon"] = nonprojective(2, 2, 2)
+ROWS["spanning-tree/shannon"] = lambda: sx.SpanningTree(randn(2, 5, 5), torch.tensor([4, 4]))
+ROWS["spanning-tree/shannon-0.5"] = lambda: sx.SpanningTree(
+    randn(2, 3, 3), smoothing=sx.Shannon(0.5)
+)
+ROWS["spanning-tree-node/shannon"] = lambda: sx.SpanningTree(randn(2, 1, 1))
