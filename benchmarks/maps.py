@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import structmax as sx
+from benchmarks.cases import _graphed
 from benchmarks.harness import Case, Contender, Trial, installed, require_close
 
 Function = Callable[[Tensor], Tensor]
@@ -42,6 +43,11 @@ def simplex(
         Contender("entmax package", None if peer is None else run(peer)),
         Contender("torch.softmax", run(partial(torch.softmax, dim=-1))),
     ]
+    if device.type == "cuda":  # without the time of the host before the launch
+        for contender in (contenders[0], contenders[2]):
+            assert contender.run is not None
+            graphed = _graphed(contender.run)
+            contenders.append(Contender(f"{contender.name}, in a CUDA graph", graphed))
     return Trial(contenders, agree)
 
 

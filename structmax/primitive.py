@@ -294,7 +294,8 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     takes as long as a small kernel."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*unwrap_dead_wrappers(args))
+    base: Any = super(torch.autograd.Function, function)
+    return base.apply(*unwrap_dead_wrappers(args))
 
 
 class _Gradient(torch.autograd.Function):

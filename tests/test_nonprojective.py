@@ -150,13 +150,15 @@ def exact_sums(scores: Tensor, single: bool) -> tuple[float, list[list[float]]]:
 @pytest.mark.parametrize("root", ROOTS)
 def test_against_exact_determinants(root: str) -> None:
     """Marginals keep their relative accuracy, small ones included."""
-    for spread in (1.0, 40.0, 1e3):
-        scores = randn(9, 9) * spread
-        with mpmath.workdps(6000):
+    for n, spread in ((7, 1.0), (7, 40.0), (4, 1e3)):
+        scores = randn(n + 1, n + 1) * spread
+        with mpmath.workdps(50 + int(2 * spread * n)):
             value, mu = exact_sums(scores, root == "single")
         s = tree(scores, root)
         assert s.log_partition().item() == pytest.approx(value, rel=1e-14, abs=1e-13)
-        torch.testing.assert_close(s.marginals(), torch.tensor(mu, dtype=f64), rtol=1e-11, atol=0)
+        torch.testing.assert_close(
+            s.marginals(), torch.tensor(mu, dtype=f64), rtol=1e-11, atol=1e-300
+        )
 
 
 def cases(kind: str, n: int) -> dict[str, Tensor]:
@@ -254,7 +256,7 @@ def test_tempting_roots() -> None:
         _, total, _ = enumerated(s)
         torch.testing.assert_close(s.score(s.argmax()), total.amax())
     huge = randn(5, 5)
-    huge[0] += 1e18  # a penalty in floats would swallow the other scores
+    huge[0] = 1e18  # a penalty in floats would swallow the other scores
     s = tree(huge, "single")
     every = s.enumerate_support()
     rest = (every * huge)[:, 1:].flatten(1).sum(-1)
@@ -453,7 +455,7 @@ def test_ragged_batch_is_item_by_item(kind: str) -> None:
     side = size(kind, 8)  # no item has the maximal length
     scores = randn(4, side, side)
     scores[2] *= 1e3
-    scores[3] = forbid(scores[3], 0.2)
+    scores[3, 0, 3] = scores[3, 2, 1] = -inf
     used = tree(scores, kind, lengths=lengths)._used()
     leaf = torch.where(used, scores, nan).requires_grad_()
     batch = tree(leaf, kind, lengths=lengths)

@@ -21,6 +21,7 @@ from torch.library import opcheck
 import structmax as sx
 from structmax.forest import ops
 from structmax.forest.chain import ops as dense
+from structmax.oracles import matrix_tree
 from structmax.primitive import Primitive
 
 f64 = torch.float64
@@ -84,6 +85,14 @@ def chain_case(steps: bool, loss: bool = False) -> Case:
     return Case(dense.chain_loss, scores, [lengths, tags], "", CODES["shannon"])
 
 
+def tree_case(key: str) -> Case:
+    torch.manual_seed(0)
+    scores = torch.randn(3, 4, 4, dtype=f64)
+    scores[1, 1, 2] = -math.inf
+    lengths = torch.tensor([3, 2, 3])
+    return Case(matrix_tree.matrix_tree, [scores], [lengths], key, CODES["shannon"])
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "forest": forest_case,
     "forest-gini": lambda: forest_case("gini"),
@@ -92,6 +101,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "chain-shared": lambda: chain_case(False),
     "chain-step": lambda: chain_case(True),
     "chain-loss": lambda: chain_case(False, loss=True),
+    "tree-single": lambda: tree_case("single"),
+    "tree-multi": lambda: tree_case("multi"),
 }
 SMOOTH = [name for name in CASES if name != "forest-hard"]
 

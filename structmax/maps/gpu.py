@@ -19,6 +19,7 @@ from torch import Tensor
 LARGEST = 16384  # the longest row that is kept on chip
 TILE = 4096  # of a longer one
 INF = tl.constexpr(float("inf"))
+PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
 SOFTMAX, HALF, SPARSEMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 GENERAL, NEAR, STEEP = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)  # by the size of α
 NEAR_ONE = 1.1  # below, 1 + rate(z − λ) would lose digits of z − λ to its 1
@@ -68,8 +69,22 @@ def log_of_sum(u, d):
 
 
 @triton.jit
-def power(z, level, rate, KIND: tl.constexpr):
-    """p = [1 + rate(z − level)]₊^{1/rate} and s = p^{1−rate}, the loss of p as level grows."""
+def quick_log(x):
+    """log x to about 1e-6, in one instruction where there is one."""
+    if PTX and x.dtype == tl.float32:
+        return 0.6931471805599453 * tl.inline_asm_elementwise(
+            "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log(x)
+
+
+@triton.jit
+def power(z, level, rate, KIND: tl.constexpr, ROUGH: tl.constexpr = False):
+    """p = [1 + rate(z − level)]₊^{1/rate} and s = p^{1−rate}, the loss of p as level grows.
+
+    ROUGH is good enough for the search of level.
+    """
     if KIND == SOFTMAX:
         p = tl.exp(z)
         s = p
@@ -86,6 +101,8 @@ def power(z, level, rate, KIND: tl.constexpr):
         u = tl.where(live, u, 1.0)
         if KIND == NEAR:
             logarithm = log_of_sum(u, d)
+        elif ROUGH:
+            logarithm = quick_log(u) / rate
         else:
             logarithm = tl.log(u) / rate
         p = tl.where(live, tl.exp(logarithm), 0.0)
@@ -145,7 +162,7 @@ def entmax_kernel(
         mass, slope = tl.zeros((BR, 1), dtype), tl.zeros((BR, 1), dtype)
         for start in range(0, stop, BN):
             z = tile(kept, X, row, start, n, R, center, scale, ON_CHIP, BR, BN)
-            p, s = power(z, level, rate, KIND)
+            p, s = power(z, level, rate, KIND, True)
             mass += tl.sum(p, 1)[:, None]
             slope += tl.sum(s, 1)[:, None]
         step = newton(mass, slope, rate, KIND)

@@ -47,11 +47,23 @@ def _best_tree(
     source = ints
     node, name, best, place, members = big[0], big[1], big[2], big[3], big[4]
     parent, arc_head, arc_word = big[5], big[6], big[7]
+    # what all heads of a word share, or all root arcs of which one is used, is taken out first
+    common = -math.inf
     for i in range(1, n + 1):
+        common = max(common, S[i, 0])
+    common = common if single and common > -math.inf else 0.0
+    for i in range(1, n + 1):
+        top = -math.inf
         for u in range(n + 1):
-            x = S[i, u] if u != i else -math.inf
-            gain[i, u], source[i, u] = x, i
-            roots[i, u] = -math.inf if x == -math.inf else -1.0 if single and u == 0 else 0.0
+            gain[i, u] = -math.inf if u == i else S[i, u] - common if u == 0 else S[i, u]
+            top = max(top, gain[i, u])
+        if top == -math.inf:
+            return False
+        for u in range(n + 1):
+            gain[i, u] -= top
+            source[i, u] = i
+            absent = gain[i, u] == -math.inf
+            roots[i, u] = -math.inf if absent else -1.0 if single and u == 0 else 0.0
     for v in range(2 * n + 1):
         parent[v] = -1
     for v in range(n + 1):
@@ -65,17 +77,17 @@ def _best_tree(
         while True:
             place[c], members[size] = size, c
             size += 1
-            top = -1
+            up = -1
             for u in range(n + 1):
                 if node[u] != c and gain[c, u] > -math.inf:
-                    more = top < 0 or roots[c, u] > roots[c, top]
-                    if more or (roots[c, u] == roots[c, top] and gain[c, u] > gain[c, top]):
-                        top = u
-            if top < 0:
+                    more = up < 0 or roots[c, u] > roots[c, up]
+                    if more or (roots[c, u] == roots[c, up] and gain[c, u] > gain[c, up]):
+                        up = u
+            if up < 0:
                 return False
-            best[c] = top
-            arc_head[name[c]], arc_word[name[c]] = top, source[c, top]
-            above = node[top]
+            best[c] = up
+            arc_head[name[c]], arc_word[name[c]] = up, source[c, up]
+            above = node[up]
             if place[above] == -2:
                 break
             if place[above] == -1:

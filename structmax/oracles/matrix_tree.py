@@ -46,8 +46,8 @@ def naive(theta: Tensor, lengths: Tensor, single: bool, gamma: float) -> Tensor:
     w = torch.where(padding[:, None, :] & (at == 0)[:, None], 0.0, w)
     w = w.transpose(-1, -2)  # (B, modifier, head)
     late = ~padding & single  # root arcs that count, which are of order 1 in ε
-    total = w.new_zeros(len(w))
-    roots = total
+    total = torch.where(padding[:, 0], w[:, 0, 0], 0.0)  # 0, and a function of the scores
+    roots = torch.zeros_like(total)
     for k in range(s - 1, 0, -1):
         root, waits = w[:, k, 0], late[:, k]
         words = plus(w[:, k, 1:k]) if k > 1 else torch.full_like(root, -math.inf)

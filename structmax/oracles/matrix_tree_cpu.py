@@ -52,7 +52,11 @@ def _load(theta: Any, n: int, single: bool, gamma: float, W: Any) -> Any:
     """
     if n == 0:
         return False, 0.0
-    scale, best_root, least, dense = 0.0, -math.inf, 0.0, True
+    scale, best_root, least, dense, common = 0.0, -math.inf, 0.0, True, -math.inf
+    if single:  # exactly one of them is used: what they share is taken out before anything is added
+        for i in range(1, n + 1):
+            common = max(common, theta[0, i] / gamma)
+    scale = common = common if abs(common) < math.inf else 0.0
     for i in range(1, n + 1):
         top = -math.inf
         for j in range(n + 1):
@@ -61,7 +65,7 @@ def _load(theta: Any, n: int, single: bool, gamma: float, W: Any) -> Any:
             x = theta[j, i] / gamma
             if not x < math.inf:
                 return False, math.nan
-            W[i, j] = x
+            W[i, j] = x - common if j == 0 else x
             dense &= x > -math.inf
             if j > 0 or not single:
                 top = max(top, x)

@@ -98,7 +98,9 @@ class ArcStructure(SquareStructure):
             device=arcs.device,
             generator=generator,
         )
-        heads = matrix_tree.sample(arcs, self._words(), uniform[..., 0], self._single, gamma)
+        heads = matrix_tree.sample(
+            arcs.detach(), self._words(), uniform[..., 0], self._single, gamma
+        )
         labels = None
         if self.labelled:
             reached = self._at(self._label_chances().detach(), heads).cumsum(-1)

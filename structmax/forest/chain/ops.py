@@ -60,10 +60,9 @@ def _folded(scores: Tensors, lengths: Tensor) -> tuple[Tensor, Tensor]:
     return naive.fold(unary, start, end, lengths), transition
 
 
-def _spread(
-    unary: Tensor, transition: Tensor, start: Tensor, end: Tensor, lengths: Tensor
-) -> list[Tensor]:
-    """What the four scores receive where the folded ones receive ``unary`` and ``transition``."""
+def _spread(folded: Tensors, ends: Tensors, lengths: Tensor) -> list[Tensor]:
+    """What the four scores receive, given what the folded ones do; ``ends`` are start and end."""
+    (unary, transition), (start, end) = folded, ends
     first, final = torch.empty_like(start), torch.empty_like(end)
     if start.shape[-1]:
         first = unary[:, 0].clone()
@@ -94,7 +93,7 @@ def _gradient(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> li
         if len(constants) > 1:
             value = value - naive.score(*folded, *constants)
             mu = [m - z for m, z in zip(mu, _indicator(*folded, *constants), strict=True)]
-        mu = _spread(*mu, *theta[2:], constants[0])
+        mu = _spread(mu, theta[2:], constants[0])
     if gamma == 1.0:
         return [value, *mu]
     return [t.to(scores[0].dtype) for t in (gamma * value, *mu)]
@@ -103,8 +102,8 @@ def _gradient(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> li
 def _indicator(unary: Tensor, transition: Tensor, lengths: Tensor, tags: Tensor) -> list[Tensor]:
     """z of tags, in the shape of the scores: the gradient of their score."""
     with torch.enable_grad():
-        leaves = [t.detach().requires_grad_() for t in (unary, transition)]
-        total = naive.score(*leaves, lengths, tags).sum()
+        leaves = (unary.detach().requires_grad_(), transition.detach().requires_grad_())
+        total = naive.score(leaves[0], leaves[1], lengths, tags).sum()
         return list(torch.autograd.grad(total, leaves, materialize_grads=True))
 
 
@@ -114,7 +113,7 @@ def _hvp(
     gamma, lengths = omega[1], constants[0]
     theta = _folded(_scaled(scores, gamma), lengths)
     v = _folded([t.to(theta[0].dtype) for t in directions], lengths)
-    w = _spread(*_engine(scores[0]).hvp(*theta, *v, lengths), *scores[2:], lengths)
+    w = _spread(_engine(scores[0]).hvp(*theta, *v, lengths), scores[2:], lengths)
     return w if gamma == 1.0 else [(t / gamma).to(scores[0].dtype) for t in w]
 
 
