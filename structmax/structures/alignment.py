@@ -345,14 +345,14 @@ class Alignment(DynamicStructure):
     def _replace_primary(self, scores: Tensor) -> Alignment:
         return self._with(scores=scores)
 
-    def _with_marginal_scores(self, mu: Tensor) -> DynamicStructure:
+    def _with_gains(self, gains: Tensor) -> DynamicStructure:
         others = {n: t for n, (t, _) in self._tensors().items() if n != "scores"}
         silent = {
-            name: torch.where(t == -math.inf, -math.inf, 0.0).to(mu.dtype)
+            name: torch.where(t == -math.inf, -math.inf, 0.0).to(gains.dtype)
             for name, t in others.items()
             if t.is_floating_point()
         }
-        return super(Alignment, self._with(**silent))._with_marginal_scores(mu)
+        return super(Alignment, self._with(**silent))._with_gains(gains)
 
     # -- dense kernels ----------------------------------------------------------------------------
 

@@ -172,7 +172,7 @@ class Structure(Distribution):
 
     @abstractmethod
     def mbr(self) -> Tensor:
-        """The structure of least expected Hamming cost ``(*batch, *parts)``: argmax of ⟨μ, z⟩."""
+        """The structure of least expected Hamming cost, ``(*batch, *parts)``."""
 
     @abstractmethod
     def condition(self, include: Tensor | None = None, exclude: Tensor | None = None) -> Structure:

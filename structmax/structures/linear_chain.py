@@ -274,10 +274,10 @@ class LinearChain(DynamicStructure):
             validate_args=self._validate_args,
         )
 
-    def _with_marginal_scores(self, mu: Tensor) -> LinearChain:
-        new = super()._with_marginal_scores(mu)
+    def _with_gains(self, gains: Tensor) -> LinearChain:
+        new = super()._with_gains(gains)
         assert isinstance(new, LinearChain)
-        new.transition = torch.where(self.transition == -math.inf, -math.inf, 0.0).to(mu.dtype)
+        new.transition = torch.where(self.transition == -math.inf, -math.inf, 0.0).to(gains.dtype)
         return new
 
     def _incompatible(self, include: Tensor) -> Tensor:

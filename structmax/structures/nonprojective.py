@@ -69,10 +69,9 @@ class ArcStructure(SquareStructure):
     # -- discrete queries -------------------------------------------------------------------------
 
     def argmax(self) -> Tensor:
-        choices = self._choices().detach()
-        best, labels = choices.max(-1)
-        value, heads = arborescence.best_tree(best, self._words(), self._single)
-        chosen = self._at(labels, heads) if self.labelled else None
+        best, labels = self._choices().detach().max(-1) if self.labelled else (self._arcs(), None)
+        value, heads = arborescence.best_tree(best.detach(), self._words(), self._single)
+        chosen = None if labels is None else self._at(labels, heads)
         return self._refuse_infeasible("argmax", value, self._z_of(heads, chosen)).to(self.dtype)
 
     def _at(self, square: Tensor, heads: Tensor) -> Tensor:

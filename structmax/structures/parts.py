@@ -124,19 +124,19 @@ class PartStructure(Structure):
         return TopK(z, scores, exists)
 
     def mbr(self) -> Tensor:
-        """The structure of least expected Hamming cost: argmax of ⟨μ, z⟩ over what is allowed.
+        """The structure of least expected Hamming cost, argmax of ⟨2μ − 1, z⟩ over what is allowed.
 
         >>> import structmax as sx
         >>> sx.Choice(torch.tensor([0.0, 1.0])).mbr()
         tensor([0., 1.])
         """
         mu = self.marginals().detach()
-        return self._with_marginal_scores(mu).argmax()
+        return self._with_gains(2 * mu - 1).argmax()  # E‖z − Z‖₁ = Σμ − ⟨2μ − 1, z⟩
 
-    def _with_marginal_scores(self, mu: Tensor) -> Any:
-        """A structure scored by its marginals alone; what is forbidden stays forbidden."""
+    def _with_gains(self, gains: Tensor) -> Any:
+        """A structure with no scores but these; what is forbidden stays forbidden."""
         allowed = self._parts()[0].detach() > -math.inf
-        return self._replace_primary(torch.where(allowed, mu, -math.inf))
+        return self._replace_primary(torch.where(allowed, gains, -math.inf))
 
     # -- scores and probabilities -----------------------------------------------------------------
 

@@ -253,13 +253,13 @@ class PCFG(DynamicStructure):
         tensors = {name: t for name, (t, _) in self._tensors().items()}
         return self._rebuild(**{**tensors, "emission": emission, "spans": spans})
 
-    def _with_marginal_scores(self, mu: Tensor) -> PCFG:
+    def _with_gains(self, gains: Tensor) -> PCFG:
         given = (self.root.detach(), self._rules().detach())
-        root, rules = (torch.where(t == -math.inf, -math.inf, 0.0).to(mu.dtype) for t in given)
+        root, rules = (torch.where(t == -math.inf, -math.inf, 0.0).to(gains.dtype) for t in given)
         blank = PCFG(root, rules, self.emission, self.lengths, self.smoothing, False)
         blank._validate_args = self._validate_args
         allowed = self._spans_and_root()[0].detach() > -math.inf
-        return blank._replace_primary(torch.where(allowed, mu, -math.inf))
+        return blank._replace_primary(torch.where(allowed, gains, -math.inf))
 
     def _incompatible(self, include: Tensor) -> Tensor:
         """Other labels of the same span and all spans that cross it; everything, if no tree has an

@@ -200,10 +200,10 @@ class ProjectiveTree(DependencyTree, PackedSquare):
         cube = flat[..., -(side**3) :].unflatten(-1, (side, side, side))
         return (*parts, cube[..., :s, :s, :s])
 
-    def _with_marginal_scores(self, mu: Tensor) -> Any:
-        new: Any = super()._with_marginal_scores(mu)
+    def _with_gains(self, gains: Tensor) -> Any:
+        new: Any = super()._with_gains(gains)
         if self.siblings is not None:
-            new.siblings = torch.where(self.siblings == -math.inf, -math.inf, 0.0).to(mu.dtype)
+            new.siblings = torch.where(self.siblings == -math.inf, -math.inf, 0.0).to(gains.dtype)
         return new
 
     def edge_marginals(self) -> Tensor:

@@ -265,11 +265,13 @@ class SemiMarkov(DynamicStructure):
             scores, self.transition, self.lengths, self.smoothing, self._validate_args
         )
 
-    def _with_marginal_scores(self, mu: Tensor) -> SemiMarkov:
-        new = super()._with_marginal_scores(mu)
+    def _with_gains(self, gains: Tensor) -> SemiMarkov:
+        new = super()._with_gains(gains)
         assert isinstance(new, SemiMarkov)
         if self.transition is not None:
-            new.transition = torch.where(self.transition == -math.inf, -math.inf, 0.0).to(mu.dtype)
+            new.transition = torch.where(self.transition == -math.inf, -math.inf, 0.0).to(
+                gains.dtype
+            )
         return new
 
     def _incompatible(self, include: Tensor) -> Tensor:

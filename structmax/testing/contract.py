@@ -177,11 +177,11 @@ def argmax(factory: Factory) -> None:
 
 @_check("mbr", "marginals")
 def mbr(factory: Factory) -> None:
-    """A structure of the highest sum of marginals."""
+    """A structure of the least expected Hamming cost, Σμ − ⟨2μ − 1, z⟩."""
     s = _make(factory)
-    every, mu = s.enumerate_support(), s.marginals()
-    gain = (every * mu).flatten(len(s.batch_shape) + 1).sum(-1)
-    decoded = (s.mbr() * mu).flatten(len(s.batch_shape)).sum(-1)
+    every, gains = s.enumerate_support(), 2 * s.marginals() - 1
+    gain = (every * gains).flatten(len(s.batch_shape) + 1).sum(-1)
+    decoded = (s.mbr() * gains).flatten(len(s.batch_shape)).sum(-1)
     _close(decoded, gain.amax(0), "minimum risk")
 
 
