@@ -106,7 +106,8 @@ def test_labels(root: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_shifts_and_spreads(kind: str, backend: str) -> None:
     """Against float64 enumeration; the scores are exact after the shift."""
-    for n, spread, shift in itertools.product((2, 5), (1.0, 1e3), (-20.0, 90.0, 1e4, -1e4)):
+    sizes = (2, 5) if backend == "cpu" else (4,)
+    for n, spread, shift in itertools.product(sizes, (1.0, 1e3), (-20.0, 90.0, 1e4, -1e4)):
         scores = (randn(size(kind, n), size(kind, n)) * spread * 64).round() / 64 + shift
         for given in (scores, forbid(scores, 0.3)):
             s = tree(given, kind)

@@ -4,7 +4,8 @@ Tables are ``(rows, B)``, items of the batch side by side, so that the loads of 
 program answers for one node and ``BB`` items: it reads the node's edges in tiles of ``BE`` and
 reduces them, so memory per item is O(nodes + parts) and an edge's weight is recomputed wherever it
 is needed. Sums flow to a node or part through lists of the edges that touch it (``reversed``,
-``by_part``), never through atomics: the same input gives the same bits.
+``by_part``), never through atomics: the same input gives the same bits. Of a forest by rule the
+programs read runs of edges, and of uses, and compute what the lists would say (``RULED``).
 
 The nodes of a level are independent. A launch takes some 20–40 µs of the host, longer than most
 levels take the device, so all levels run in one cooperative launch with a barrier between them,
@@ -33,11 +34,12 @@ from torch import Tensor
 
 from structmax import smoothing
 from structmax.forest import gpu_items, naive
-from structmax.forest.topology import ByPart, Forest
+from structmax.forest.topology import ByPart, Forest, RuledForest
 
 HARD, SHANNON = tl.constexpr(smoothing.HARD), tl.constexpr(smoothing.SHANNON)
 GINI = tl.constexpr(3)  # Tsallis with α = 2, whose powers need no logarithm
 NONE = tl.constexpr(2**31 - 1)  # greater than any edge
+RUN, USES = tl.constexpr(10), tl.constexpr(13)  # numbers of a run, and of a run of uses
 
 Code = tuple[float, float, float]
 
@@ -55,11 +57,36 @@ def row(table, index, b, B):
 
 
 @triton.jit
-def options(V, S, tail1, tail2, edge_part, e, live, b, items, B):
-    """x = V[tail₁] + V[tail₂] + θ[part] of edges e ``(BE, BB)``, −inf outside live × items."""
-    first = tl.load(tail1 + e, mask=live, other=0)
-    second = tl.load(tail2 + e, mask=live, other=0)
-    part = tl.load(edge_part + e, mask=live, other=0)
+def along(rule, d):
+    """a + b·d + c·d(d−1)/2 for the three numbers at ``rule`` (see ``runs``)."""
+    a, b, c = tl.load(rule), tl.load(rule + 1), tl.load(rule + 2)
+    return a + b * d + c * (d * (d - 1) // 2)
+
+
+@triton.jit
+def ends(tail1, tail2, edge_part, run, e, live, RULED: tl.constexpr):
+    """Tails and part of edges e; if ``RULED``, of those of a run, whose table stands at tail1."""
+    if RULED:
+        rule = tail1 + run * RUN
+        return along(rule + 1, e), along(rule + 4, e), along(rule + 7, e)
+    else:
+        first = tl.load(tail1 + e, mask=live, other=0)
+        second = tl.load(tail2 + e, mask=live, other=0)
+        return first, second, tl.load(edge_part + e, mask=live, other=0)
+
+
+@triton.jit
+def bounds(ptr, tail1, v, run, RULED: tl.constexpr):
+    """The edges into v, or those of one of its runs, which are numbered from 0."""
+    if RULED:
+        return 0, tl.load(tail1 + run * RUN)
+    else:
+        return tl.load(ptr + v), tl.load(ptr + v + 1)
+
+
+@triton.jit
+def options(V, S, first, second, part, live, b, items, B):
+    """x = V[tail₁] + V[tail₂] + θ[part] of some edges ``(BE, BB)``, −inf outside live × items."""
     inside = live[:, None] & items[None, :]
     x = tl.load(rows(V, first, b, B), mask=inside, other=0.0)
     x += tl.load(rows(V, second, b, B), mask=inside, other=0.0)
@@ -118,8 +145,9 @@ def wait_for_all(arrived, count):
 
 @triton.jit
 def threshold(
-    V, S, tail1, tail2, edge_part, e0, e1, peak, b, items, B, gamma, alpha,
+    V, S, ptr, tail1, tail2, edge_part, v, r0, r1, degree, peak, b, items, B, gamma, alpha,
     BE: tl.constexpr, BB: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr,
+    RULED: tl.constexpr,
 ):  # fmt: skip
     """τ − peak ``(BB)``: Σ [(α−1)(x − τ)/γ]₊^{1/(α−1)} = 1, by Newton kept inside a bracket.
 
@@ -129,18 +157,21 @@ def threshold(
     tolerance = 1e-14 if DTYPE.primitive_bitwidth == 64 else 1e-6
     zero = tl.zeros((BB,), tl.float64)
     low = zero - 1.0 / rate
-    high = zero - tl.exp((1.0 - alpha) * tl.log(zero + (e1 - e0))) / rate
+    high = zero - tl.exp((1.0 - alpha) * tl.log(zero + degree)) / rate
     tau, length = low, high - low
     step, active = 0, 1
     while (step < 100) & (active > 0):
         masses, slopes = tl.zeros((BE, BB), DTYPE), tl.zeros((BE, BB), DTYPE)
-        for start in range(e0, e1, BE):
-            e = start + tl.arange(0, BE)
-            x = options(V, S, tail1, tail2, edge_part, e, e < e1, b, items, B)
-            base = (rate * (x - peak[None, :] - tau[None, :])).to(DTYPE)
-            p = power(base, exponent, KIND)
-            masses += p
-            slopes += tl.where(base > 0.0, p / tl.where(base > 0.0, base, 1.0), 0.0)
+        for run in range(r0, r1):
+            e0, e1 = bounds(ptr, tail1, v, run, RULED)
+            for start in range(e0, e1, BE):
+                e = start + tl.arange(0, BE)
+                first, second, part = ends(tail1, tail2, edge_part, run, e, e < e1, RULED)
+                x = options(V, S, first, second, part, e < e1, b, items, B)
+                base = (rate * (x - peak[None, :] - tau[None, :])).to(DTYPE)
+                p = power(base, exponent, KIND)
+                masses += p
+                slopes += tl.where(base > 0.0, p / tl.where(base > 0.0, base, 1.0), 0.0)
         mass, slope = tl.sum(masses, 0).to(tl.float64), tl.sum(slopes, 0).to(tl.float64)
         move = (mass - 1.0) * gamma / tl.where(slope > 0.0, slope, 1.0)
         moving = (tl.abs(mass - 1.0) > tolerance) & (tl.abs(move) > -4e-16 * tau)
@@ -161,26 +192,33 @@ def threshold(
 def up_node(
     v, S, V, T, ptr, tail1, tail2, edge_part, node_part, b, items, B, gamma, alpha,
     BE: tl.constexpr, BB: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr,
+    RULED: tl.constexpr,
 ):  # fmt: skip
     """V and T of one node. Each of the BE rows of a tile keeps its own running maximum and sum, and
     they are joined at the end: joining is what costs time, since it crosses warps."""
-    e0, e1 = tl.load(ptr + v), tl.load(ptr + v + 1)
+    r0, r1, before = 0, 1, 0
+    if RULED:
+        r0, r1 = tl.load(ptr + v), tl.load(ptr + v + 1)
     peaks = tl.full((BE, BB), -float("inf"), tl.float64)
     sums = tl.zeros((BE, BB), DTYPE)  # Shannon: Σ exp((x − peak)/γ)
     firsts = tl.full((BE, BB), NONE, tl.int32)  # Hard: the first edge that attains the peak
     nans = tl.zeros((BE, BB), tl.float64)
-    for start in range(e0, e1, BE):
-        e = start + tl.arange(0, BE)
-        x = options(V, S, tail1, tail2, edge_part, e, e < e1, b, items, B)
-        nans += nan_in(x)
-        higher = x > peaks
-        if KIND == HARD:
-            firsts = tl.where(higher, e[:, None], firsts)
-        if KIND == SHANNON:
-            gap = tl.where(x == -float("inf"), -float("inf"), -tl.abs(x - peaks))
-            other = tl.exp((gap / gamma).to(DTYPE))
-            sums = tl.where(higher, sums * other + 1.0, sums + other)
-        peaks = tl.where(higher, x, peaks)
+    for run in range(r0, r1):
+        e0, e1 = bounds(ptr, tail1, v, run, RULED)
+        for start in range(e0, e1, BE):
+            e = start + tl.arange(0, BE)
+            one, two, part = ends(tail1, tail2, edge_part, run, e, e < e1, RULED)
+            x = options(V, S, one, two, part, e < e1, b, items, B)
+            nans += nan_in(x)
+            higher = x > peaks
+            if KIND == HARD:
+                firsts = tl.where(higher, before + e[:, None], firsts)
+            if KIND == SHANNON:
+                gap = tl.where(x == -float("inf"), -float("inf"), -tl.abs(x - peaks))
+                other = tl.exp((gap / gamma).to(DTYPE))
+                sums = tl.where(higher, sums * other + 1.0, sums + other)
+            peaks = tl.where(higher, x, peaks)
+        before += e1 - e0
     peak, nan = tl.max(peaks, 0), tl.sum(nans, 0)
     feasible = peak > -float("inf")
     offset = tl.where(feasible, peak, 0.0)
@@ -193,18 +231,21 @@ def up_node(
         t = value
     else:
         tau = threshold(
-            V, S, tail1, tail2, edge_part, e0, e1, offset, b, items, B, gamma, alpha,
-            BE, BB, DTYPE, KIND,
+            V, S, ptr, tail1, tail2, edge_part, v, r0, r1, before, offset, b, items, B,
+            gamma, alpha, BE, BB, DTYPE, KIND, RULED,
         )  # fmt: skip
         t = offset + tau
         gains = tl.zeros((BE, BB), tl.float64)  # p(x − peak) − γ/(α(α−1)) p^α
-        for start in range(e0, e1, BE):
-            e = start + tl.arange(0, BE)
-            x = options(V, S, tail1, tail2, edge_part, e, e < e1, b, items, B) - offset[None, :]
-            base = ((x - tau[None, :]) * ((alpha - 1.0) / gamma)).to(DTYPE)
-            p = power(base, 1.0 / (alpha - 1.0), KIND)
-            gain = p * (x - base * (gamma / (alpha * (alpha - 1.0))))
-            gains += tl.where(p > 0.0, gain, 0.0)
+        for run in range(r0, r1):
+            e0, e1 = bounds(ptr, tail1, v, run, RULED)
+            for start in range(e0, e1, BE):
+                e = start + tl.arange(0, BE)
+                one, two, part = ends(tail1, tail2, edge_part, run, e, e < e1, RULED)
+                x = options(V, S, one, two, part, e < e1, b, items, B) - offset[None, :]
+                base = ((x - tau[None, :]) * ((alpha - 1.0) / gamma)).to(DTYPE)
+                p = power(base, 1.0 / (alpha - 1.0), KIND)
+                gain = p * (x - base * (gamma / (alpha * (alpha - 1.0))))
+                gains += tl.where(p > 0.0, gain, 0.0)
         value = offset + tl.sum(gains, 0) + gamma / (alpha * (alpha - 1.0))
         value = tl.where(feasible, value, -float("inf"))
     own = tl.load(row(S, tl.load(node_part + v), b, B), mask=items)
@@ -217,6 +258,7 @@ def up(
     S, V, T, ptr, tail1, tail2, edge_part, node_part, gamma: tl.float64, alpha: tl.float64,
     order, levels, arrived, first, last, B,
     BE: tl.constexpr, BB: tl.constexpr, KIND: tl.constexpr, TOGETHER: tl.constexpr,
+    RULED: tl.constexpr,
 ):  # fmt: skip
     """Bottom up over the levels first..last−1: V and T of every node."""
     tiles = tl.cdiv(B, BB)
@@ -227,7 +269,7 @@ def up(
             b = (tile % tiles) * BB + tl.arange(0, BB)
             up_node(
                 v, S, V, T, ptr, tail1, tail2, edge_part, node_part, b, b < B, B, gamma, alpha,
-                BE, BB, S.dtype.element_ty, KIND,
+                BE, BB, S.dtype.element_ty, KIND, RULED,
             )  # fmt: skip
         if TOGETHER:
             wait_for_all(arrived, (level - first + 1) * tl.num_programs(0))
@@ -238,6 +280,7 @@ def tangent_up(
     S, V, T, dS, dV, mean, ptr, tail1, tail2, edge_part, node_part,
     gamma: tl.float64, alpha: tl.float64, order, levels, arrived, first, last, B,
     BE: tl.constexpr, BB: tl.constexpr, KIND: tl.constexpr, TOGETHER: tl.constexpr,
+    RULED: tl.constexpr,
 ):  # fmt: skip
     """V̇ = dS[part(v)] + Σ q ẋ with ẋ = dS[part] + V̇[tails], and x̄, the mean of ẋ under q^{2−α}."""
     tiles = tl.cdiv(B, BB)
@@ -249,19 +292,25 @@ def tangent_up(
             items = b < B
             t = tl.load(row(T, v, b, B), mask=items, other=0.0)
             feasible = tl.load(row(V, v, b, B), mask=items) != -float("inf")
-            e0, e1 = tl.load(ptr + v), tl.load(ptr + v + 1)
+            r0, r1, before = 0, 1, 0
+            if RULED:
+                r0, r1 = tl.load(ptr + v), tl.load(ptr + v + 1)
             dot, top = tl.zeros((BE, BB), tl.float64), tl.zeros((BE, BB), tl.float64)
             bottom = tl.zeros((BE, BB), tl.float64)
-            for begin in range(e0, e1, BE):
-                e = begin + tl.arange(0, BE)
-                x = options(V, S, tail1, tail2, edge_part, e, e < e1, b, items, B)
-                dx = options(dV, dS, tail1, tail2, edge_part, e, e < e1, b, items, B)
-                q = weights(x, e, t[None, :], gamma, alpha, S.dtype.element_ty, KIND)
-                used = (q != 0.0) & feasible[None, :]
-                s = tl.where(used, curvature(q, alpha, KIND), 0.0)
-                dot += tl.where(used, q * dx, 0.0)
-                top += tl.where(used, s * dx, 0.0)
-                bottom += s
+            for run in range(r0, r1):
+                e0, e1 = bounds(ptr, tail1, v, run, RULED)
+                for begin in range(e0, e1, BE):
+                    e = begin + tl.arange(0, BE)
+                    one, two, part = ends(tail1, tail2, edge_part, run, e, e < e1, RULED)
+                    x = options(V, S, one, two, part, e < e1, b, items, B)
+                    dx = options(dV, dS, one, two, part, e < e1, b, items, B)
+                    q = weights(x, before + e, t[None, :], gamma, alpha, S.dtype.element_ty, KIND)
+                    used = (q != 0.0) & feasible[None, :]
+                    s = tl.where(used, curvature(q, alpha, KIND), 0.0)
+                    dot += tl.where(used, q * dx, 0.0)
+                    top += tl.where(used, s * dx, 0.0)
+                    bottom += s
+                before += e1 - e0
             own = tl.load(row(dS, tl.load(node_part + v), b, B), mask=items)
             tl.store(row(dV, v, b, B), own + tl.sum(dot, 0), mask=items)
             mass = tl.sum(bottom, 0)
@@ -273,14 +322,14 @@ def tangent_up(
 
 @triton.jit
 def flows(
-    S, V, T, G, dS, dV, mean, dG, head, tail1, tail2, edge_part, e, live, b, items, B,
+    S, V, T, G, dS, dV, mean, dG, h, first, second, part, e, live, b, items, B,
     gamma, alpha, KIND: tl.constexpr, TANGENT: tl.constexpr,
 ):  # fmt: skip
-    """Expected uses G[head]·q of edges e ``(BE, BB)``, and their derivative if ``TANGENT``."""
+    """Expected uses G[h]·q of edges ``(BE, BB)`` given their heads h, tails, parts and numbers e,
+    and their derivative if ``TANGENT``."""
     DTYPE: tl.constexpr = S.dtype.element_ty
     inside = live[:, None] & items[None, :]
-    h = tl.load(head + e, mask=live, other=0)
-    x = options(V, S, tail1, tail2, edge_part, e, live, b, items, B)
+    x = options(V, S, first, second, part, live, b, items, B)
     t = tl.load(rows(T, h, b, B), mask=inside, other=0.0)
     q = weights(x, e, t, gamma, alpha, DTYPE, KIND)
     g = tl.load(rows(G, h, b, B), mask=inside, other=0.0)
@@ -288,7 +337,7 @@ def flows(
     flow = tl.where(g == 0.0, 0.0, g * q)
     dflow = flow
     if TANGENT:
-        dx = options(dV, dS, tail1, tail2, edge_part, e, live, b, items, B)
+        dx = options(dV, dS, first, second, part, live, b, items, B)
         dg = tl.load(rows(dG, h, b, B), mask=inside, other=0.0)
         average = tl.load(rows(mean, h, b, B), mask=inside, other=0.0)
         dflow = dg * q + g * curvature(q, alpha, KIND) * (dx - average) / gamma
@@ -296,12 +345,21 @@ def flows(
     return flow, dflow
 
 
+@triton.jit
+def use_bounds(use_ptr, use_edge, v, run, RULED: tl.constexpr):
+    """The uses of v, or those of one run of them, which are numbered from 0."""
+    if RULED:
+        return 0, tl.load(use_edge + run * USES)
+    else:
+        return tl.load(use_ptr + v), tl.load(use_ptr + v + 1)
+
+
 @triton.jit(do_not_specialize=["first", "last"])
 def down(
     S, V, T, G, dS, dV, mean, dG, goal, head, tail1, tail2, edge_part, use_ptr, use_edge,
     gamma: tl.float64, alpha: tl.float64, order, levels, arrived, first, last, B,
     BE: tl.constexpr, BB: tl.constexpr, KIND: tl.constexpr, TANGENT: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    TOGETHER: tl.constexpr, RULED: tl.constexpr,
 ):  # fmt: skip
     """Top down over the levels last−1..first: expected visits G, and dG if ``TANGENT``."""
     tiles = tl.cdiv(B, BB)
@@ -317,18 +375,30 @@ def down(
             seed = tl.where(value != value, value, tl.where(value == -float("inf"), 0.0, 1.0))
             total = tl.zeros((BE, BB), S.dtype.element_ty)
             dtotal = tl.zeros((BE, BB), tl.float64)
-            u0, u1 = tl.load(use_ptr + v), tl.load(use_ptr + v + 1)
-            for begin in range(u0, u1, BE):
-                use = begin + tl.arange(0, BE)
-                live = use < u1
-                e = tl.load(use_edge + use, mask=live, other=0)
-                flow, dflow = flows(
-                    S, V, T, G, dS, dV, mean, dG, head, tail1, tail2, edge_part, e, live,
-                    b, items, B, gamma, alpha, KIND, TANGENT,
-                )  # fmt: skip
-                total += flow
-                if TANGENT:
-                    dtotal += dflow
+            r0, r1 = 0, 1
+            if RULED:
+                r0, r1 = tl.load(use_ptr + v), tl.load(use_ptr + v + 1)
+            for run in range(r0, r1):
+                u0, u1 = use_bounds(use_ptr, use_edge, v, run, RULED)
+                for begin in range(u0, u1, BE):
+                    use = begin + tl.arange(0, BE)
+                    live = use < u1
+                    if RULED:
+                        rule = use_edge + run * USES
+                        h, other = along(rule + 1, use), along(rule + 4, use)
+                        part, e = along(rule + 7, use), along(rule + 10, use)
+                        own = v + tl.zeros((BE,), tl.int32)
+                    else:
+                        e = tl.load(use_edge + use, mask=live, other=0)
+                        h = tl.load(head + e, mask=live, other=0)
+                        own, other, part = ends(tail1, tail2, edge_part, 0, e, live, False)
+                    flow, dflow = flows(
+                        S, V, T, G, dS, dV, mean, dG, h, own, other, part, e, live,
+                        b, items, B, gamma, alpha, KIND, TANGENT,
+                    )  # fmt: skip
+                    total += flow
+                    if TANGENT:
+                        dtotal += dflow
             tl.store(row(G, v, b, B), tl.where(is_goal, seed, tl.sum(total, 0)), mask=items)
             if TANGENT:
                 dg = tl.where(is_goal, seed * 0.0, tl.sum(dtotal, 0))
@@ -342,11 +412,12 @@ def count_parts(
     M, S, V, T, G, dS, dV, mean, dG, head, tail1, tail2, edge_part, node_ptr, node, edge_ptr, edge,
     gamma: tl.float64, alpha: tl.float64, P, B,
     BE: tl.constexpr, BB: tl.constexpr, SHARE: tl.constexpr,
-    KIND: tl.constexpr, TANGENT: tl.constexpr,
+    KIND: tl.constexpr, TANGENT: tl.constexpr, RULED: tl.constexpr,
 ):  # fmt: skip
     """M ``(P, B)``: expected uses of each part, or their derivative if ``TANGENT``.
 
-    A tile of BE rows serves BE/SHARE parts, SHARE of the nodes or edges of each at a time.
+    A tile of BE rows serves BE/SHARE parts, SHARE of the nodes or edges of each at a time. If
+    ``RULED``, only edges with parts are listed, in the order of their parts, numbered by ``edge``.
     """
     PARTS: tl.constexpr = BE // SHARE
     slot = tl.arange(0, BE)
@@ -369,8 +440,11 @@ def count_parts(
         at = start + skip + slot % SHARE
         live = at < stop
         e = tl.load(edge + at, mask=live, other=0)
+        place = at if RULED else e
+        h = tl.load(head + place, mask=live, other=0)
+        one, two, part = ends(tail1, tail2, edge_part, 0, place, live, False)
         _, flow = flows(
-            S, V, T, G, dS, dV, mean, dG, head, tail1, tail2, edge_part, e, live, b, items, B,
+            S, V, T, G, dS, dV, mean, dG, h, one, two, part, e, live, b, items, B,
             gamma, alpha, KIND, TANGENT,
         )  # fmt: skip
         total += flow
@@ -383,7 +457,7 @@ def count_parts(
 def outside(
     S, V, O, goal, head, edge_part, node_part, use_ptr, use_edge, use_other,
     order, levels, arrived, first, last, B,
-    BE: tl.constexpr, BB: tl.constexpr, TOGETHER: tl.constexpr,
+    BE: tl.constexpr, BB: tl.constexpr, TOGETHER: tl.constexpr, RULED: tl.constexpr,
 ):  # fmt: skip
     """O: the best score of what surrounds each node in a derivation of the goal."""
     tiles = tl.cdiv(B, BB)
@@ -398,18 +472,29 @@ def outside(
             is_goal = tl.load(goal + b, mask=items, other=-1) == v
             best = tl.full((BE, BB), -float("inf"), tl.float64)
             nan = tl.zeros((BE, BB), tl.float64)
-            u0, u1 = tl.load(use_ptr + v), tl.load(use_ptr + v + 1)
-            for begin in range(u0, u1, BE):
-                use = begin + tl.arange(0, BE)
-                live = use < u1
-                inside = live[:, None] & items[None, :]
-                e = tl.load(use_edge + use, mask=live, other=0)
-                other = tl.load(use_other + use, mask=live, other=0)
-                x = above(S, O, head, edge_part, node_part, e, live, b, items, B)
-                y = x + tl.load(rows(V, other, b, B), mask=inside, other=0.0)
-                y = tl.where(x == -float("inf"), x, y)
-                nan += nan_in(y)
-                best = tl.maximum(best, y)
+            r0, r1 = 0, 1
+            if RULED:
+                r0, r1 = tl.load(use_ptr + v), tl.load(use_ptr + v + 1)
+            for run in range(r0, r1):
+                u0, u1 = use_bounds(use_ptr, use_edge, v, run, RULED)
+                for begin in range(u0, u1, BE):
+                    use = begin + tl.arange(0, BE)
+                    live = use < u1
+                    inside = live[:, None] & items[None, :]
+                    if RULED:
+                        rule = use_edge + run * USES
+                        h, other = along(rule + 1, use), along(rule + 4, use)
+                        part = along(rule + 7, use)
+                    else:
+                        e = tl.load(use_edge + use, mask=live, other=0)
+                        h = tl.load(head + e, mask=live, other=0)
+                        part = tl.load(edge_part + e, mask=live, other=0)
+                        other = tl.load(use_other + use, mask=live, other=0)
+                    x = above(S, O, node_part, h, part, live, b, items, B)
+                    y = x + tl.load(rows(V, other, b, B), mask=inside, other=0.0)
+                    y = tl.where(x == -float("inf"), x, y)
+                    nan += nan_in(y)
+                    best = tl.maximum(best, y)
             around = tl.where(is_goal, nan_in(value), tl.max(best, 0) + tl.sum(nan, 0))
             tl.store(row(O, v, b, B), around, mask=items)
         if TOGETHER:
@@ -417,21 +502,20 @@ def outside(
 
 
 @triton.jit
-def above(S, O, head, edge_part, node_part, e, live, b, items, B):
-    """O[head] + θ[part(head)] + θ[part(e)] ``(BE, BB)``, −inf where the head is never used."""
+def above(S, O, node_part, h, part, live, b, items, B):
+    """O[h] + θ[part(h)] + θ[part] of edges ``(BE, BB)``, −inf where the head h is never used."""
     inside = live[:, None] & items[None, :]
-    h = tl.load(head + e, mask=live, other=0)
     x = tl.load(rows(O, h, b, B), mask=inside, other=-float("inf"))
     unused = x == -float("inf")
     x += tl.load(rows(S, tl.load(node_part + h, mask=live, other=0), b, B), mask=inside, other=0.0)
-    x += tl.load(rows(S, tl.load(edge_part + e, mask=live, other=0), b, B), mask=inside, other=0.0)
+    x += tl.load(rows(S, part, b, B), mask=inside, other=0.0)
     return tl.where(unused, -float("inf"), x)
 
 
 @triton.jit
 def best_with_parts(
     M, S, V, O, head, tail1, tail2, edge_part, node_part, node_ptr, node, edge_ptr, edge, P, B,
-    BE: tl.constexpr, BB: tl.constexpr, SHARE: tl.constexpr,
+    BE: tl.constexpr, BB: tl.constexpr, SHARE: tl.constexpr, RULED: tl.constexpr,
 ):  # fmt: skip
     """M ``(P, B)``: the best score of a derivation through each part. Tiles as in count_parts."""
     PARTS: tl.constexpr = BE // SHARE
@@ -458,10 +542,11 @@ def best_with_parts(
         at = start + skip + slot % SHARE
         live = at < stop
         inside = live[:, None] & items[None, :]
-        e = tl.load(edge + at, mask=live, other=0)
-        x = above(S, O, head, edge_part, node_part, e, live, b, items, B)
-        first = tl.load(tail1 + e, mask=live, other=0)
-        second = tl.load(tail2 + e, mask=live, other=0)
+        e = at if RULED else tl.load(edge + at, mask=live, other=0)
+        first, second, part = ends(tail1, tail2, edge_part, 0, e, live, False)
+        x = above(
+            S, O, node_part, tl.load(head + e, mask=live, other=0), part, live, b, items, B
+        )  # fmt: skip
         y = x + tl.load(rows(V, first, b, B), mask=inside, other=0.0)
         y += tl.load(rows(V, second, b, B), mask=inside, other=0.0)
         y = tl.where(x == -float("inf"), x, y)
@@ -477,7 +562,7 @@ def best_with_parts(
 def walk(
     S, V, T, goal, uniform, stack, z, ptr, tail1, tail2, edge_part, node_part,
     gamma: tl.float64, alpha: tl.float64, B, num_nodes, depth, visits, width,
-    BE: tl.constexpr, KIND: tl.constexpr,
+    BE: tl.constexpr, KIND: tl.constexpr, RULED: tl.constexpr,
 ):  # fmt: skip
     """Counts in z ``(S, B, width)`` the parts of one derivation per program (draw and item):
     the best (Hard), or a draw that uses one number of ``uniform (S, B, visits)`` per visit."""
@@ -499,36 +584,59 @@ def walk(
         part = tl.load(node_part + v)
         tl.atomic_add(z + part, 1.0, mask=part < width, sem="relaxed")
         t = tl.load(T + v.to(tl.int64) * B + b)
+        r0, r1 = 0, 1
+        if RULED:
+            r0, r1 = tl.load(ptr + v), tl.load(ptr + v + 1)
         if KIND == HARD:
             chosen = t.to(tl.int32)
         else:
-            e0, e1 = tl.load(ptr + v), tl.load(ptr + v + 1)
             total = tl.zeros((1,), tl.float64)
-            chosen = e0
-            for start in range(e0, e1, BE):
-                e = start + tl.arange(0, BE)
-                x = options(V, S, tail1, tail2, edge_part, e, e < e1, item, everywhere, B)
-                q = weights(x, e, t, gamma, alpha, tl.float64, KIND)
-                total += tl.sum(q, 0)
-                # The last edge of any weight, should rounding leave the target beyond the sum.
-                chosen = tl.maximum(chosen, tl.max(tl.max(tl.where(q > 0, e[:, None], 0), 0), 0))
+            before, chosen = 0, 0 if RULED else tl.load(ptr + v)
+            for run in range(r0, r1):
+                e0, e1 = bounds(ptr, tail1, v, run, RULED)
+                for start in range(e0, e1, BE):
+                    e = start + tl.arange(0, BE)
+                    one, two, own = ends(tail1, tail2, edge_part, run, e, e < e1, RULED)
+                    x = options(V, S, one, two, own, e < e1, item, everywhere, B)
+                    q = weights(x, e, t, gamma, alpha, tl.float64, KIND)
+                    total += tl.sum(q, 0)
+                    # The last edge of any weight, should rounding leave the target beyond the sum.
+                    last = tl.max(tl.max(tl.where(q > 0, before + e[:, None], 0), 0), 0)
+                    chosen = tl.maximum(chosen, last)
+                before += e1 - e0
             target = tl.load(uniform + used).to(tl.float64) * total
             used += 1
             passed = tl.zeros((1,), tl.float64)
-            for start in range(e0, e1, BE):
-                e = start + tl.arange(0, BE)
-                x = options(V, S, tail1, tail2, edge_part, e, e < e1, item, everywhere, B)
-                q = weights(x, e, t, gamma, alpha, tl.float64, KIND)
-                reached = passed[None, :] + tl.cumsum(q, 0) > target[None, :]
-                first = tl.min(tl.min(tl.where(reached, e[:, None], NONE), 0), 0)
-                chosen = tl.minimum(chosen, first)
-                passed += tl.sum(q, 0)
-        part = tl.load(edge_part + chosen)
+            before = 0
+            for run in range(r0, r1):
+                e0, e1 = bounds(ptr, tail1, v, run, RULED)
+                for start in range(e0, e1, BE):
+                    e = start + tl.arange(0, BE)
+                    one, two, own = ends(tail1, tail2, edge_part, run, e, e < e1, RULED)
+                    x = options(V, S, one, two, own, e < e1, item, everywhere, B)
+                    q = weights(x, e, t, gamma, alpha, tl.float64, KIND)
+                    reached = passed[None, :] + tl.cumsum(q, 0) > target[None, :]
+                    place = tl.where(reached, before + e[:, None], NONE)
+                    chosen = tl.minimum(chosen, tl.min(tl.min(place, 0), 0))
+                    passed += tl.sum(q, 0)
+                before += e1 - e0
+        if RULED:
+            first, second, part, before = num_nodes, num_nodes, width, 0
+            for run in range(r0, r1):
+                count = tl.load(tail1 + run * RUN)
+                d = chosen - before
+                here = (d >= 0) & (d < count)
+                its1, its2, its3 = ends(tail1, tail2, edge_part, run, d, here, True)
+                first = tl.where(here, its1, first)
+                second = tl.where(here, its2, second)
+                part = tl.where(here, its3, part)
+                before += count
+        else:
+            first, second = tl.load(tail1 + chosen), tl.load(tail2 + chosen)
+            part = tl.load(edge_part + chosen)
         tl.atomic_add(z + part, 1.0, mask=part < width, sem="relaxed")
-        second = tl.load(tail2 + chosen)
         tl.store(stack + top, second, mask=second < num_nodes)
         top += (second < num_nodes).to(tl.int32)
-        first = tl.load(tail1 + chosen)
         tl.store(stack + top, first, mask=first < num_nodes)
         top += (first < num_nodes).to(tl.int32)
 
@@ -547,6 +655,7 @@ class Block:
         kind, self.gamma, self.alpha = code
         self.kind = GINI.value if kind == smoothing.TSALLIS and self.alpha == 2 else int(kind)
         self.forest, self.lists = forest, forest.on(scores.device)
+        self.ruled = isinstance(forest, RuledForest)
         self.goal, self.B, self.P = goal.contiguous(), len(scores), forest.num_parts
         self.out, self.device = scores.dtype, scores.device
         self.dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
@@ -573,7 +682,25 @@ class Block:
 
     def incoming(self) -> tuple[Tensor, ...]:
         l = self.lists
+        if self.ruled:
+            return l.run_ptr, l.runs, l.runs, l.runs, l.node_part
         return l.ptr, l.tail1, l.tail2, l.edge_part, l.node_part
+
+    def uses(self) -> tuple[int, tuple[Tensor, Tensor, Tensor]]:
+        """The longest list of uses of a node, and the lists."""
+        l = self.lists
+        if isinstance(self.forest, RuledForest):
+            most = int(self.forest.uses.row[:, 0].max(initial=1))
+            return most, (l.uses_ptr, l.uses_row, l.uses_row)
+        most = int(np.diff(self.forest.reversed.ptr).max())
+        return most, (l.reversed_ptr, l.reversed_edge, l.reversed_other)
+
+    def edges(self) -> tuple[Tensor, ...]:
+        """``head, tail1, tail2, edge_part``; by rule only of edges with parts, in their order."""
+        l = self.lists
+        if self.ruled:
+            return l.carriers_head, l.carriers_tail1, l.carriers_tail2, l.carriers_part
+        return l.head, l.tail1, l.tail2, l.edge_part
 
     def edge_tile(self, most: int) -> int:
         """How many of at most ``most`` edges a program takes at a time."""
@@ -584,7 +711,7 @@ class Block:
         ptr = self.forest.levels.ptr
         last, widest = len(ptr) - 1, int(np.diff(ptr).max()) * self.tiles
         constants.update(order=self.lists.levels_order, levels=self.lists.levels_ptr, B=self.B)
-        constants.update(BE=self.edge_tile(most), BB=self.BB)
+        constants.update(BE=self.edge_tile(most), BB=self.BB, RULED=self.ruled)
         if self.device.type == "cuda":
             processors = torch.cuda.get_device_properties(self.device).multi_processor_count
             programs = min(widest, TOGETHER * processors)
@@ -599,7 +726,7 @@ class Block:
         levels = range(last) if kernel in BOTTOM_UP else reversed(range(last))
         for level in levels:
             kernel[(int(ptr[level + 1] - ptr[level]) * self.tiles,)](
-                *arguments, arrived=self.lists.ptr, first=level, last=level + 1, **constants,
+                *arguments, arrived=self.lists.levels_ptr, first=level, last=level + 1, **constants,
                 TOGETHER=False, num_warps=WARPS,
             )  # fmt: skip
 
@@ -613,7 +740,7 @@ class Block:
         share = min(triton.next_power_of_2(max(uses, 1)), BE)
         kernel[(triton.cdiv(len(M), BE // share), self.tiles)](
             M, *arguments, node_ptr=node_ptr, node=node, edge_ptr=edge_ptr, edge=edge,
-            P=len(M), B=self.B, BE=BE, BB=self.BB, SHARE=share, **constants,
+            P=len(M), B=self.B, BE=BE, BB=self.BB, SHARE=share, RULED=self.ruled, **constants,
         )  # fmt: skip
         return M.t().contiguous().to(self.out)
 
@@ -623,17 +750,15 @@ class Block:
 
     def expected_parts(self, tangent: tuple[Tensor, ...] = ()) -> Tensor:
         """The top-down pass: ``(B, P)``, or its derivative given ``(dS, dV, mean)``."""
-        v, l = self.forest.num_nodes, self.lists
+        v = self.forest.num_nodes
         G = self.table(v, self.dtype)
         dG = self.table(v) if tangent else G
         state = (self.S, self.V, self.T, G, *(tangent or (G, G, G)), dG)
-        edges = (l.head, l.tail1, l.tail2, l.edge_part)
+        edges = self.edges()
         kind = {"KIND": self.kind, "TANGENT": bool(tangent)}
         omega = {"gamma": self.gamma, "alpha": self.alpha}
-        uses = int(np.diff(self.forest.reversed.ptr).max())
-        self.by_level(
-            down, uses, *state, self.goal, *edges, l.reversed_ptr, l.reversed_edge, **omega, **kind
-        )
+        most, (ptr, edge, _) = self.uses()
+        self.by_level(down, most, *state, self.goal, *edges, ptr, edge, **omega, **kind)
         M = self.table(self.P, dG.dtype)
         return self.by_part(count_parts, M, *state, *edges, **omega, **kind)
 
@@ -656,22 +781,19 @@ class Block:
             self.S, self.V, self.T, self.goal, uniform.contiguous(), stack, z, *self.incoming(),
             self.gamma, self.alpha, self.B, self.forest.num_nodes, depth, visits, width,
             BE=min(triton.next_power_of_2(self.forest.max_degree), TILE), KIND=self.kind,
-            num_warps=1,
+            RULED=self.ruled, num_warps=1,
         )  # fmt: skip
         feasible = self.values()[:, None] > -math.inf
         return torch.where(feasible, z, math.nan).to(self.out)
 
     def max_marginals(self, width: int) -> Tensor:
-        l, O = self.lists, self.table(self.forest.num_nodes)
-        uses = int(np.diff(self.forest.reversed.ptr).max())
+        O, node_part = self.table(self.forest.num_nodes), self.lists.node_part
+        (most, uses), edges = self.uses(), self.edges()
         self.by_level(
-            outside, uses, self.S, self.V, O, self.goal, l.head, l.edge_part, l.node_part,
-            l.reversed_ptr, l.reversed_edge, l.reversed_other,
-        )  # fmt: skip
-        return self.by_part(
-            best_with_parts, self.table(width), self.S, self.V, O,
-            l.head, l.tail1, l.tail2, l.edge_part, l.node_part,
-        )  # fmt: skip
+            outside, most, self.S, self.V, O, self.goal, edges[0], edges[3], node_part, *uses
+        )
+        table = self.table(width)
+        return self.by_part(best_with_parts, table, self.S, self.V, O, *edges, node_part)
 
 
 BOTTOM_UP = (up, tangent_up)
@@ -680,7 +802,9 @@ _HARD: Code = (smoothing.HARD, 1.0, 1.0)
 
 def plan_of(forest: Forest, scores: Tensor, code: Code) -> gpu_items.Plan | None:
     """How one program per item goes about it; None where the programs here are to share levels."""
-    return gpu_items.plan(forest, scores.device) if code[0] == smoothing.SHANNON else None
+    if code[0] != smoothing.SHANNON or isinstance(forest, RuledForest):
+        return None
+    return gpu_items.plan(forest, scores.device)
 
 
 def value(forest: Forest, scores: Tensor, goal: Tensor, code: Code) -> Tensor:
@@ -738,6 +862,7 @@ def kbest(
 ) -> tuple[Tensor, Tensor]:
     """Scores ``(B, k)``, −inf past the last derivation, and part counts ``(B, k, width)``.
 
-    The level-wise definition: each level is already one wide ``topk`` on the device.
+    The level-wise definition: each level is already one wide ``topk`` on the device. It works from
+    lists, which are written out for a forest by rule.
     """
     return naive.kbest(forest, scores, goal, k, width)

@@ -10,6 +10,8 @@ a few rows instead of a list of all its edges, and the forest O(nodes) memory in
 
 from __future__ import annotations
 
+import numpy as np
+
 from structmax.jit import kernel
 
 
@@ -73,3 +75,52 @@ def survey(heads, runs):
                 if column == 7:
                     largest = max(largest, x)
     return -1, 0, largest
+
+
+@kernel
+def reverse(ptr, tail1, tail2, edge_part, node_part, runs):
+    """The uses of each node as a tail, in runs as they come: node and (count, head, other tail,
+    part, number among the head's edges), three coefficients each.
+
+    A run goes on as long as it is quadratic. Heads come in order, and so do uses on either side.
+    """
+    v_count = len(ptr) - 1
+    rows, used = np.empty((4 * v_count + 1, 14), np.int32), 0
+    current = np.full((v_count, 2), -1, np.int32)
+    last, step = np.empty((v_count, 2, 4), np.int32), np.empty((v_count, 2, 4), np.int32)
+    x = np.empty(4, np.int64)
+    for v in range(v_count):
+        e0, e1 = edges_of(v, ptr, tail1, tail2, edge_part, runs)
+        for e in range(e0, e1):
+            for side in range(2):
+                u, other = (tail2[e], tail1[e]) if side else (tail1[e], tail2[e])
+                if u == v_count:
+                    continue
+                x[0], x[1], x[2], x[3] = v, other, edge_part[e], e - e0
+                r = current[u, side]
+                goes_on = r >= 0
+                if goes_on and rows[r, 1] > 2:
+                    for k in range(4):
+                        bend = x[k] - last[u, side, k] - step[u, side, k]
+                        goes_on &= bend == rows[r, 4 + 3 * k]
+                if not goes_on:
+                    if used == len(rows):
+                        rows = np.concatenate((rows, np.empty_like(rows)))
+                    r, used = used, used + 1
+                    current[u, side] = r
+                    rows[r] = 0
+                    rows[r, 0] = u
+                    for k in range(4):
+                        rows[r, 2 + 3 * k] = x[k]
+                elif rows[r, 1] < 3:  # the second use gives the step, the third the bend
+                    for k in range(4):
+                        difference = x[k] - last[u, side, k]
+                        if rows[r, 1] == 1:
+                            rows[r, 3 + 3 * k] = difference
+                        else:
+                            rows[r, 4 + 3 * k] = difference - step[u, side, k]
+                for k in range(4):
+                    step[u, side, k] = x[k] - last[u, side, k] if goes_on else 0
+                    last[u, side, k] = x[k]
+                rows[r, 1] += 1
+    return rows[:used]

@@ -174,13 +174,13 @@ class Forest:
     @cached_property
     def by_part(self) -> ByPart:
         """For each part, the nodes and the edges that carry it."""
+        return ByPart(*self._group(self.node_part), *self._group(self.edge_part))
 
-        def group(parts: Ints) -> tuple[Ints, Ints]:
-            order = np.argsort(parts, kind="stable").astype(np.int32)
-            ptr = np.searchsorted(parts[order], np.arange(self.num_parts + 1)).astype(np.int32)
-            return ptr, order[: ptr[-1]]
-
-        return ByPart(*group(self.node_part), *group(self.edge_part))
+    def _group(self, parts: Ints) -> tuple[Ints, Ints]:
+        """Where each part begins in the list of those that carry it, and the list."""
+        order = np.argsort(parts, kind="stable").astype(np.int32)
+        ptr = np.searchsorted(parts[order], np.arange(self.num_parts + 1)).astype(np.int32)
+        return ptr, order[: ptr[-1]]
 
     def on(self, device: torch.device) -> DeviceForest:
         """The same lists as int32 tensors on a device, copied there once."""
@@ -249,6 +249,36 @@ class RuledForest(Forest):
         *_, edge_part = _write_out(np.zeros(len(runs), np.int32), runs)
         return _distinct(self.num_parts, self.node_part, edge_part)
 
+    @cached_property
+    def uses(self) -> Uses:
+        """For each node, runs of the edges that use it as a tail."""
+        from structmax.forest.runs import reverse
+
+        runs = reverse(*self.incoming())
+        runs = runs[np.argsort(runs[:, 0], kind="stable")]
+        ptr = np.searchsorted(runs[:, 0], np.arange(self.num_nodes + 1)).astype(np.int32)
+        return Uses(ptr, np.ascontiguousarray(runs[:, 1:]))
+
+    @cached_property
+    def by_part(self) -> ByPart:
+        """As in lists, but an edge is its number among its head's; ``carriers`` spells it out."""
+        return ByPart(*self._group(self.node_part), *self.carriers[:2])
+
+    @cached_property
+    def carriers(self) -> Carriers:
+        """The edges that carry a part, sorted by part."""
+        heads = np.repeat(np.arange(self.num_nodes, dtype=np.int32), np.diff(self.run_ptr))
+        count = self.runs[:, 0]
+        start = np.cumsum(count, dtype=np.int64) - count
+        start -= start[self.run_ptr[heads]]  # number of a run's first edge among its head's
+        carry = self.runs[:, 7] < self.num_parts
+        head, tail1, tail2, part = _write_out(heads[carry], self.runs[carry])
+        count = count[carry]
+        number = np.arange(len(head)) + np.repeat(start[carry] - np.cumsum(count) + count, count)
+        ptr, order = self._group(part)
+        lists = (x[order].astype(np.int32) for x in (number, head, tail1, tail2, part))
+        return Carriers(ptr, *lists)
+
     def __repr__(self) -> str:
         return f"Ruled{super().__repr__()[:-1]}, runs={len(self.runs)})"
 
@@ -286,6 +316,20 @@ class ByPart(NamedTuple):
     edge: Ints
 
 
+class Uses(NamedTuple):
+    ptr: Ints  # (v+1)
+    row: Ints  # (runs, 13): count, head, other tail, part, number among the head's edges
+
+
+class Carriers(NamedTuple):
+    ptr: Ints  # (P+1)
+    number: Ints  # among the head's edges
+    head: Ints
+    tail1: Ints
+    tail2: Ints
+    part: Ints
+
+
 class DeviceForest:
     """A forest's lists as tensors, made on first use."""
 
@@ -303,7 +347,7 @@ class DeviceForest:
             forest = self._forest()
             assert forest is not None
             group, _, name = path.partition("_")
-            if group in ("levels", "reversed") and name:
+            if group in ("levels", "reversed", "uses", "carriers") and name:
                 array = getattr(getattr(forest, group), name)
             elif path.startswith("by_part_"):
                 array = getattr(forest.by_part, path.removeprefix("by_part_"))
