@@ -157,3 +157,25 @@ def test_kbest_writes_the_lists_out() -> None:
 
     given = batch(forest)
     agree(on("gpu", kbest, *given), on("cpu", kbest, *given))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("key", ["binary_tree:512,0", "projective_tree:256,0,1,0"])
+def test_long_sentences(key: str, monkeypatch) -> None:
+    from structmax.forest import gpu
+
+    monkeypatch.setattr(gpu, "TILE", 512)
+    monkeypatch.setattr(gpu, "ITEMS", 16)
+    forest = lookup(key)
+    goal = torch.tensor([forest.num_nodes - 1, forest.num_nodes // 2])
+    scores = torch.randn(2, forest.num_parts, generator=torch.Generator().manual_seed(0)).double()
+
+    def queries(scores, goal):
+        yield from ops.forest.value_and_gradient([scores], [goal], forest.key, Shannon().code)
+        yield from ops.argmax(scores, goal, forest.key, forest.num_parts)
+        yield ops.max_marginals(scores, goal, forest.key, forest.num_parts)
+
+    fast, slow = (on(name, lambda *t: list(queries(*t)), scores, goal) for name in ("gpu", "cpu"))
+    agree(fast, slow)
+    assert "head" not in forest.__dict__

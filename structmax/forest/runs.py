@@ -86,41 +86,45 @@ def reverse(ptr, tail1, tail2, edge_part, node_part, runs):
     """
     v_count = len(ptr) - 1
     rows, used = np.empty((4 * v_count + 1, 14), np.int32), 0
-    current = np.full((v_count, 2), -1, np.int32)
-    last, step = np.empty((v_count, 2, 4), np.int32), np.empty((v_count, 2, 4), np.int32)
-    x = np.empty(4, np.int64)
+    # of the last run of each node on each side: row, count, then last values, steps and bends
+    state = np.zeros((2 * v_count, 16), np.int32)
+    x = np.empty(4, np.int32)
     for v in range(v_count):
         e0, e1 = edges_of(v, ptr, tail1, tail2, edge_part, runs)
         for e in range(e0, e1):
             for side in range(2):
-                u, other = (tail2[e], tail1[e]) if side else (tail1[e], tail2[e])
+                u, x[1] = (tail2[e], tail1[e]) if side else (tail1[e], tail2[e])
                 if u == v_count:
                     continue
-                x[0], x[1], x[2], x[3] = v, other, edge_part[e], e - e0
-                r = current[u, side]
-                goes_on = r >= 0
-                if goes_on and rows[r, 1] > 2:
-                    for k in range(4):
-                        bend = x[k] - last[u, side, k] - step[u, side, k]
-                        goes_on &= bend == rows[r, 4 + 3 * k]
+                x[0], x[2], x[3] = v, edge_part[e], e - e0
+                at = 2 * u + side
+                r, count = state[at, 0], state[at, 1]
+                goes_on = count > 0
+                for k in range(4 if count > 2 else 0):
+                    goes_on &= x[k] - state[at, 2 + k] == state[at, 6 + k] + state[at, 10 + k]
                 if not goes_on:
                     if used == len(rows):
                         rows = np.concatenate((rows, np.empty_like(rows)))
-                    r, used = used, used + 1
-                    current[u, side] = r
+                    if count > 0:
+                        rows[r, 1] = count
+                    r, used, count = used, used + 1, 0
+                    state[at] = 0
+                    state[at, 0] = r
                     rows[r] = 0
                     rows[r, 0] = u
-                    for k in range(4):
-                        rows[r, 2 + 3 * k] = x[k]
-                elif rows[r, 1] < 3:  # the second use gives the step, the third the bend
-                    for k in range(4):
-                        difference = x[k] - last[u, side, k]
-                        if rows[r, 1] == 1:
-                            rows[r, 3 + 3 * k] = difference
-                        else:
-                            rows[r, 4 + 3 * k] = difference - step[u, side, k]
                 for k in range(4):
-                    step[u, side, k] = x[k] - last[u, side, k] if goes_on else 0
-                    last[u, side, k] = x[k]
-                rows[r, 1] += 1
+                    step = x[k] - state[at, 2 + k]
+                    if count == 0:
+                        rows[r, 2 + 3 * k] = x[k]
+                        step = 0
+                    elif count == 1:
+                        rows[r, 3 + 3 * k] = step
+                    elif count == 2:
+                        state[at, 10 + k] = step - state[at, 6 + k]
+                        rows[r, 4 + 3 * k] = state[at, 10 + k]
+                    state[at, 2 + k], state[at, 6 + k] = x[k], step
+                state[at, 1] = count + 1
+    for at in range(2 * v_count):
+        if state[at, 1] > 0:
+            rows[state[at, 0], 1] = state[at, 1]
     return rows[:used]
