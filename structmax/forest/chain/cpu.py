@@ -199,10 +199,12 @@ def subtract_scores(U, TT, starts, ends, lengths, tags, out):
 
 
 @kernel
-def subtract_tags(lengths, tags, out, MU, MT):
-    """μ becomes μ − z."""
+def subtract_tags(lengths, tags, MU, MT):
+    """μ becomes μ − z, up to the first tag that is none."""
     for b in range(len(lengths)):
-        for t in range(lengths[b] if out[b] == out[b] else 0):
+        for t in range(lengths[b]):
+            if not 0 <= tags[b, t] < MU.shape[2]:
+                break
             MU[b, t, tags[b, t]] -= 1
             if t > 0:
                 MT[b, 0 if MT.shape[1] == 1 else t - 1, tags[b, t - 1], tags[b, t]] -= 1
@@ -669,7 +671,7 @@ def gradient(
     sizes = inputs[-1]
     if tags is not None:
         subtract_scores(*inputs, _integers(tags), a)
-        subtract_tags(sizes, _integers(tags), a, mu, edges)
+        subtract_tags(sizes, _integers(tags), mu, edges)
     first = mu[:, 0, : start.shape[1]].copy()
     last = mu[np.arange(len(mu)), sizes - 1, : end.shape[1]]
     return tuple(torch.from_numpy(x) for x in (a.astype(mu.dtype), mu, edges, first, last))
