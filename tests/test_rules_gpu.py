@@ -115,7 +115,9 @@ def test_uses_grow_as_the_nodes() -> None:
             assert len(forest.uses.row) <= most * forest.num_nodes
 
 
-@pytest.mark.parametrize("omega", KINDS, ids=str)
+@pytest.mark.parametrize(
+    "omega", [*KINDS[:2], pytest.param(KINDS[2], marks=pytest.mark.slow)], ids=str
+)
 def test_every_query(omega) -> None:
     forest = any_forest()
     scores, goal = batch(forest)
