@@ -220,8 +220,7 @@ class Assignment(DynamicStructure):
             raise IntractableError(
                 "Assignment: log_partition, marginals, log_prob, entropy and samples sum over all "
                 f"matchings, which is intractable beyond {LARGEST} elements on the shorter side; "
-                f"here are {s}. Use sinkhorn(temperature), bethe(), argmax(), topk(k) or "
-                "sparsemap() instead."
+                f"here are {s}. Use sinkhorn(temperature), bethe(), argmax() or topk(k) instead."
             )
         return s, bucket(m), m - s if self.rows is None else bucket(m)
 
