@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from structmax import checks
 from structmax.losses.soft_dtw import SoftDTW
-from structmax.structures import checks
 
 
 def barycenter(

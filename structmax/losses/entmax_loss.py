@@ -7,11 +7,11 @@ import math
 import torch
 from torch import Tensor
 
+from structmax.checks import can_look
 from structmax.maps.entmax import _map as entmax
 from structmax.maps.entmax import check_alpha
 from structmax.maps.recipe import check_scores, keep, spread
 from structmax.maps.smoothed_max import Value, tsallis
-from structmax.structures.checks import can_look
 
 
 def entmax_loss(

@@ -12,8 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from structmax.checks import can_look
 from structmax.maps.recipe import Map, check_scores, keep, refuse, spread
-from structmax.structures.checks import can_look
 
 
 def naive(x: Tensor, parameters: list[Tensor], options: list[float], soft: bool) -> Tensor:

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from structmax.checks import can_look
 from structmax.maps.recipe import Map
-from structmax.structures.checks import can_look
 
 
 def naive(x: Tensor, parameters: list[Tensor], options: list[float]) -> Tensor:

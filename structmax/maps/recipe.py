@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from structmax.checks import can_look
 from structmax.primitive import (
     Tensors,
     apply,
@@ -45,7 +46,6 @@ from structmax.primitive import (
     register,
     to_front,
 )
-from structmax.structures.checks import can_look
 
 Options = Sequence[float]
 Forward = Callable[[Tensor, list[Tensor], list[float]], Tensor]

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from structmax.structures import checks
+from structmax import checks
 
 RIDGE = 1e-12  # keeps a system regular whose entries underflow, far below what it changes
 NEVER = -1e30  # stands for −inf where a difference of two must have a derivative

@@ -19,9 +19,9 @@ import math
 import torch
 from torch import Tensor
 
+from structmax import checks
 from structmax.primitive import Omega, Primitive, Tensors, backend_for, register, to_front
 from structmax.smoothing import Shannon
-from structmax.structures import checks
 
 LU_SPREAD = 12.0  # nats: e^12 costs five digits of sixteen
 

@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from structmax import checks
 from structmax.forest.grid import ops as dense
 from structmax.forest.topology import Forest, ForestBuilder, bucket, family, name_of
 from structmax.smoothing import Smoothing
-from structmax.structures import checks
 from structmax.structures.base import Structure
 from structmax.structures.dynamic import DynamicStructure
+from structmax.structures.lengths import TwoSided
 from structmax.structures.nesting import nest, unnest
 
 STEPS = ((1, 1), (1, 0), (0, 1))  # the moves ↘, ↓, → as rows and columns gone
@@ -67,7 +68,7 @@ def monotone(n: int, m: int) -> Forest:
     return draw.build(n * m)
 
 
-class Alignment(DynamicStructure):
+class Alignment(TwoSided, DynamicStructure):
     """An alignment of n rows with m columns, drawn into the cells of a grid. z marks cells.
 
     ``kind="dtw"``: the cells of a path from the first corner to the last by the moves ↘, ↓ and →
@@ -239,19 +240,6 @@ class Alignment(DynamicStructure):
         return self._rebuild(**{name: t for name, (t, _) in self._tensors().items()} | changed)
 
     # -- scores -----------------------------------------------------------------------------------
-
-    def _sizes(self) -> list[Tensor]:
-        """Rows and columns of each item, ``(*B)`` each."""
-        out = []
-        for given, most in zip((self.rows, self.columns), self.event_shape, strict=True):
-            if given is None:
-                size = torch.full(self.batch_shape, most, device=self.scores.device)
-            else:
-                size = given.long().expand(self.batch_shape)
-                if not self._lengths_are_good:
-                    size = torch.where((size < 1) | (size > most), most, size)
-            out.append(size)
-        return out
 
     def _inside(self) -> list[Tensor]:
         """Which rows ``(*B, n)`` and which columns ``(*B, m)`` an item has."""

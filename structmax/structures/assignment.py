@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from structmax import checks
 from structmax.forest.topology import Forest, ForestBuilder, bucket, family, name_of
 from structmax.oracles import assignment as oracle
 from structmax.oracles import birkhoff
 from structmax.smoothing import SHANNON, Smoothing
-from structmax.structures import checks
 from structmax.structures.base import IntractableError, Structure, dot
 from structmax.structures.dynamic import DynamicStructure
+from structmax.structures.lengths import TwoSided
 from structmax.structures.nesting import nest, unnest
 
 LARGEST = 12  # of the shorter side, for exact sums: they take 2^LARGEST states
@@ -74,7 +75,7 @@ def matching(s: int, m: int, slack: int) -> Forest:
     return draw.build(m * s)
 
 
-class Assignment(DynamicStructure):
+class Assignment(TwoSided, DynamicStructure):
     """A matching of n rows with m columns: every row has a column of its own, or every column a row
     of its own in an item with more rows. z marks the pairs.
 
@@ -170,19 +171,6 @@ class Assignment(DynamicStructure):
     def _rebuild(self, **tensors: Tensor | None) -> Self:
         pair: Any = tensors.pop("rows", None), tensors.pop("columns", None)
         return super()._rebuild(**tensors, lengths=None if pair[0] is None else pair)
-
-    def _sizes(self) -> list[Tensor]:
-        """Rows and columns of each item, ``(*B)`` each."""
-        out = []
-        for given, most in zip((self.rows, self.columns), self.event_shape, strict=True):
-            if given is None:
-                size = torch.full(self.batch_shape, most, device=self.scores.device)
-            else:
-                size = given.long().expand(self.batch_shape)
-                if not self._lengths_are_good:
-                    size = torch.where((size < 1) | (size > most), most, size)
-            out.append(size)
-        return out
 
     def _inside(self) -> Tensor:
         """Which cells an item has, ``(*B, n, m)``."""

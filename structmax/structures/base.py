@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.distributions.kl import register_kl
 
+from structmax import checks
 from structmax.smoothing import Shannon, Smoothing
-from structmax.structures import checks
 
 
 class TopK(NamedTuple):

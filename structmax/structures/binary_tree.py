@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from structmax import checks
 from structmax.forest.topology import Forest, ForestBuilder, bucket, family, name_of
 from structmax.smoothing import Smoothing
-from structmax.structures import checks
 from structmax.structures.base import dot
 from structmax.structures.nesting import nest, unnest
 from structmax.structures.square import PackedSquare, ragged

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from structmax import checks
 from structmax.forest.topology import Forest, ForestBuilder, family, name_of
 from structmax.smoothing import Smoothing
-from structmax.structures import checks
 from structmax.structures.dynamic import DynamicStructure
 
 

@@ -7,8 +7,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from structmax import checks
 from structmax.smoothing import Smoothing
-from structmax.structures import checks
 from structmax.structures.nesting import nest, unnest
 from structmax.structures.square import SquareStructure
 

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from structmax import checks
 from structmax.forest import naive, ops
 from structmax.forest.topology import Forest, lookup
 from structmax.smoothing import Hard
-from structmax.structures import checks
 from structmax.structures.base import Structure, dot
 from structmax.structures.parts import PartStructure
 

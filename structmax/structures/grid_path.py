@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from structmax import checks
 from structmax.forest.topology import Forest, ForestBuilder, family, name_of
 from structmax.oracles import shortest_path
 from structmax.smoothing import Smoothing
-from structmax.structures import checks
 from structmax.structures.base import dot
 from structmax.structures.dynamic import DynamicStructure
 from structmax.structures.nesting import nest, unnest

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from structmax import checks
 from structmax.smoothing import Smoothing
-from structmax.structures import checks
 from structmax.structures.linear_chain import LinearChain
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from structmax import checks
 from structmax.forest import ops
 from structmax.forest.topology import Forest
 from structmax.smoothing import Smoothing
-from structmax.structures import checks
 from structmax.structures.base import dot
 from structmax.structures.dynamic import DynamicStructure, counts_of_edges, forest_of_edges
 

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from structmax import checks
 from structmax.forest.topology import Forest, ForestBuilder, bucket, family, name_of
 from structmax.oracles import subset as dense
 from structmax.primitive import backend_for
 from structmax.smoothing import Smoothing
-from structmax.structures import checks
 from structmax.structures.base import Structure, dot
 from structmax.structures.dynamic import DynamicStructure
+from structmax.structures.lengths import OneSided
 from structmax.structures.nesting import nest, unnest
 
 
@@ -38,7 +39,7 @@ def k_subset(n: int, least: int, most: int) -> Forest:
     return draw.build(2 * n + 1)
 
 
-class KSubset(DynamicStructure):
+class KSubset(OneSided, DynamicStructure):
     """A subset of n elements: exactly k of them, or between a least and a greatest number.
 
     Node (i, j) stands for j of the first i elements; it is reached by leaving element i or by
@@ -130,18 +131,6 @@ class KSubset(DynamicStructure):
 
     def _options(self) -> dict[str, Any]:
         return {"k": self.k}
-
-    def _lengths(self) -> Tensor:
-        n, device = self.event_shape[0], self.scores.device
-        if self.lengths is None:
-            return torch.full(self.batch_shape, n, dtype=torch.int64, device=device)
-        lengths = self.lengths.long().expand(self.batch_shape)
-        return lengths if self._lengths_are_good else torch.where(self._bad_lengths(), n, lengths)
-
-    def _bad_lengths(self) -> Tensor:
-        """Items whose length nobody looked at and that is impossible: their scores become NaN."""
-        assert self.lengths is not None
-        return ((self.lengths < 1) | (self.lengths > self.event_shape[0])).expand(self.batch_shape)
 
     def _inside(self) -> Tensor:
         """Which elements an item has, ``(*B, n)``."""

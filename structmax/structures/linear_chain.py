@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from structmax import checks
 from structmax.forest.chain import ops as dense
 from structmax.forest.topology import Forest, ForestBuilder, bucket, family, name_of
 from structmax.smoothing import Smoothing
-from structmax.structures import checks
 from structmax.structures.base import Structure
 from structmax.structures.dynamic import DynamicStructure
+from structmax.structures.lengths import OneSided
 
 
 @family
@@ -37,7 +38,7 @@ def chain(n: int, c: int, steps: int) -> Forest:
     return draw.build(n * c + steps * c * c)
 
 
-class LinearChain(DynamicStructure):
+class LinearChain(OneSided, DynamicStructure):
     """A tag for each position: the linear-chain conditional random field.
 
     The score of tags y is Σₜ unary[t, yₜ] + Σₜ transition[yₜ, yₜ₊₁] + start[y₁] + end[yₙ]. The
@@ -175,19 +176,6 @@ class LinearChain(DynamicStructure):
         """Which positions lie within the length, ``(*B, n)``."""
         position = torch.arange(self.event_shape[0], device=self.unary.device)
         return position < self._lengths()[..., None]
-
-    def _lengths(self) -> Tensor:
-        n, device = self.event_shape[0], self.unary.device
-        if self.lengths is None:
-            return torch.full(self.batch_shape, n, dtype=torch.int64, device=device)
-        lengths = self.lengths.long().expand(self.batch_shape)
-        return lengths if self._lengths_are_good else torch.where(self._bad_lengths(), n, lengths)
-
-    def _bad_lengths(self) -> Tensor:
-        """Items whose length nobody looked at and that is impossible: their scores become NaN."""
-        assert self.lengths is not None
-        bad = (self.lengths < 1) | (self.lengths > self.event_shape[0])
-        return bad.expand(self.batch_shape)
 
     def _dtype_inside(self) -> torch.dtype:
         """What is computed in: the widest of the scores' dtypes, at least float32."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from structmax import checks
 from structmax.forest.pcfg import ops as dense
 from structmax.forest.pcfg.naive import collapse
 from structmax.smoothing import SHANNON, Smoothing
-from structmax.structures import checks
 from structmax.structures.pcfg import PCFG
 
 

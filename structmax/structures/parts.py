@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from structmax import checks
 from structmax.primitive import backend_for, is_transforming
 from structmax.smoothing import SHANNON
-from structmax.structures import checks
 from structmax.structures.base import Ranked, Structure, TopK, dot
 
 

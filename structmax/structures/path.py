@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from structmax import checks
 from structmax.forest import ops
 from structmax.forest.topology import ForestBuilder
 from structmax.smoothing import Smoothing
-from structmax.structures import checks
 from structmax.structures.base import Structure, dot
 from structmax.structures.dynamic import DynamicStructure
 from structmax.structures.nesting import nest, unnest

@@ -10,15 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from structmax import checks
 from structmax.forest.pcfg import ops as dense
 from structmax.forest.pcfg.trees import rules_of
 from structmax.forest.topology import Forest, ForestBuilder, bucket, family, name_of
 from structmax.primitive import backend_for, is_transforming
 from structmax.smoothing import HARD, TSALLIS, Smoothing
-from structmax.structures import checks
 from structmax.structures.base import Structure, TopK, dot
 from structmax.structures.binary_tree import crossing
 from structmax.structures.dynamic import DynamicStructure
+from structmax.structures.lengths import OneSided
 from structmax.structures.nesting import nest, unnest
 
 MAX_EDGES = 20_000_000  # of a forest that is written out
@@ -59,7 +60,7 @@ def pcfg(n: int, N: int, P: int) -> Forest:
     return draw.build(n * n * S + N + N * S * S + 1)
 
 
-class PCFG(DynamicStructure):
+class PCFG(OneSided, DynamicStructure):
     """A binary tree with labels: a derivation of a weighted grammar in Chomsky normal form.
 
     The N nonterminals have rules A → B C, the P preterminals stand over single words. Symbols are
@@ -205,18 +206,6 @@ class PCFG(DynamicStructure):
         i, j = word[:, None, None], word[:, None]
         usable = torch.where(nonterminal, i < j, i == j)
         return usable if lengths is None else usable & (j < lengths[..., None, None, None])
-
-    def _lengths(self) -> Tensor:
-        n, device = self.event_shape[0], self.emission.device
-        if self.lengths is None:
-            return torch.full(self.batch_shape, n, dtype=torch.int64, device=device)
-        lengths = self.lengths.long().expand(self.batch_shape)
-        return lengths if self._lengths_are_good else torch.where(self._bad_lengths(), n, lengths)
-
-    def _bad_lengths(self) -> Tensor:
-        """Items whose length nobody looked at and that is impossible: their scores become NaN."""
-        assert self.lengths is not None
-        return ((self.lengths < 1) | (self.lengths > self.event_shape[0])).expand(self.batch_shape)
 
     def _spans_and_root(self) -> tuple[Tensor, Tensor]:
         """Scores of labelled spans, zeros where there is no such part, and of root symbols."""

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from structmax import checks
 from structmax.forest import ops
 from structmax.forest.topology import Forest, ForestBuilder, bucket, family, name_of
 from structmax.smoothing import Smoothing
-from structmax.structures import checks
 from structmax.structures.base import Structure, dot
 from structmax.structures.dynamic import DynamicStructure
+from structmax.structures.lengths import OneSided
 from structmax.structures.nesting import nest, unnest
 
 
@@ -53,7 +54,7 @@ def semi_markov(n: int, k: int, c: int, steps: int) -> Forest:
     return draw.build(n * k * c + steps * c * c)
 
 
-class SemiMarkov(DynamicStructure):
+class SemiMarkov(OneSided, DynamicStructure):
     """A segmentation with a label for each segment: the semi-Markov conditional random field.
 
     The score is the sum of segments[start, length − 1, label] over the segments, which cover the
@@ -195,19 +196,6 @@ class SemiMarkov(DynamicStructure):
         return {}
 
     # -- scores -----------------------------------------------------------------------------------
-
-    def _lengths(self) -> Tensor:
-        n, device = self.event_shape[0], self.segments.device
-        if self.lengths is None:
-            return torch.full(self.batch_shape, n, dtype=torch.int64, device=device)
-        lengths = self.lengths.long().expand(self.batch_shape)
-        return lengths if self._lengths_are_good else torch.where(self._bad_lengths(), n, lengths)
-
-    def _bad_lengths(self) -> Tensor:
-        """Items whose length nobody looked at and that is impossible: their scores become NaN."""
-        assert self.lengths is not None
-        bad = (self.lengths < 1) | (self.lengths > self.event_shape[0])
-        return bad.expand(self.batch_shape)
 
     def _inside(self) -> Tensor:
         """Which segments end within the length, ``(*B, n, K)``."""

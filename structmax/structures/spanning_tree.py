@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from structmax import checks
 from structmax.oracles import arborescence
 from structmax.smoothing import Smoothing
-from structmax.structures import checks
 from structmax.structures.base import dot
 from structmax.structures.nesting import nest, unnest
 from structmax.structures.nonprojective import ArcStructure

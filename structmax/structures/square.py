@@ -13,17 +13,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from structmax import checks
 from structmax.forest.topology import bucket
 from structmax.smoothing import Smoothing
-from structmax.structures import checks
 from structmax.structures.base import Structure
 from structmax.structures.dynamic import DynamicStructure
+from structmax.structures.lengths import OneSided
 from structmax.structures.parts import PartStructure
 
 Ints = NDArray[np.int32]
 
 
-class SquareStructure(PartStructure):
+class SquareStructure(OneSided, PartStructure):
     """Scores of the cells of a square, ``(*B, s, s)`` or ``(*B, s, s, labels)``, and lengths.
 
     Left to itself, ``labelled=None`` is read off the shape: scores whose last two sizes differ are
@@ -96,18 +97,6 @@ class SquareStructure(PartStructure):
     def _labels(self) -> int:
         """How many labels; 0 stands for unlabelled."""
         return self.event_shape[2] if self.labelled else 0
-
-    def _lengths(self) -> Tensor:
-        n, device = self._longest, self.scores.device
-        if self.lengths is None:
-            return torch.full(self.batch_shape, n, dtype=torch.int64, device=device)
-        lengths = self.lengths.long().expand(self.batch_shape)
-        return lengths if self._lengths_are_good else torch.where(self._bad_lengths(), n, lengths)
-
-    def _bad_lengths(self) -> Tensor:
-        """Items whose length nobody looked at and that is impossible: their scores become NaN."""
-        assert self.lengths is not None
-        return ((self.lengths < 1) | (self.lengths > self._longest)).expand(self.batch_shape)
 
     def _in_dtype(self, scores: Tensor, dims: int) -> Tensor:
         """Scores of ``dims`` event dimensions for the whole batch, in what is computed in."""

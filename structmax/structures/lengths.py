@@ -1,0 +1,60 @@
+"""Ragged batches: the sizes of the items, checked or not.
+
+A length that nobody could look at (``validate_args=False``, compiling) may be impossible. Such an
+item is computed as if it had the whole length, and its scores become NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from structmax.structures.base import Structure
+
+
+class OneSided(Structure):
+    """A structure whose items have one length each."""
+
+    lengths: Tensor | None
+    _lengths_are_good: bool
+
+    @property
+    def _longest(self) -> int:
+        """n: the most positions of an item."""
+        return self.event_shape[0]
+
+    def _lengths(self) -> Tensor:
+        """The length of each item, ``(*B)``."""
+        n = self._longest
+        if self.lengths is None:
+            first, _ = next(iter(self._tensors().values()))
+            return torch.full(self.batch_shape, n, dtype=torch.int64, device=first.device)
+        lengths = self.lengths.long().expand(self.batch_shape)
+        return lengths if self._lengths_are_good else torch.where(self._bad_lengths(), n, lengths)
+
+    def _bad_lengths(self) -> Tensor:
+        """Items whose length nobody looked at and that is impossible, ``(*B)``."""
+        assert self.lengths is not None
+        return ((self.lengths < 1) | (self.lengths > self._longest)).expand(self.batch_shape)
+
+
+class TwoSided(Structure):
+    """A structure over rows and columns, whose items have two lengths each."""
+
+    rows: Tensor | None
+    columns: Tensor | None
+    _lengths_are_good: bool
+
+    def _sizes(self) -> list[Tensor]:
+        """Rows and columns of each item, ``(*B)`` each."""
+        out = []
+        for given, most in zip((self.rows, self.columns), self.event_shape, strict=True):
+            if given is None:
+                first, _ = next(iter(self._tensors().values()))
+                size = torch.full(self.batch_shape, most, device=first.device)
+            else:
+                size = given.long().expand(self.batch_shape)
+                if not self._lengths_are_good:
+                    size = torch.where((size < 1) | (size > most), most, size)
+            out.append(size)
+        return out
