@@ -57,10 +57,14 @@ def gather(x, peak, radius, p, z, index):
     for i in range(n):
         p[i] = 0.0
     for start in range(0, whole, 16):
-        hit = np.int32(0)
+        hits = np.int32(0)
         for i in range(16):
-            hit |= np.int32(1) if x[start + i] > limit else np.int32(0)
-        if hit:
+            hits += np.int32(1) if x[start + i] > limit else np.int32(0)
+        if hits > 3:  # a branch for each entry would be guessed wrong too often
+            for i in range(start, start + 16):
+                z[count], index[count] = np.float64(x[i]) - peak, i
+                count += 1 if x[i] > limit else 0
+        elif hits:
             for i in range(start, start + 16):
                 if x[i] > limit:
                     z[count], index[count] = np.float64(x[i]) - peak, i
@@ -193,6 +197,14 @@ def powers(z, count, level, epsilon, u, p):
     for i in range(count):
         v = one + epsilon * (z[i] - level)
         u[i] = v if v > tiny else tiny
+    whole = int(1.0 / epsilon + 0.5)
+    if epsilon * whole == one and whole <= 8:  # a few products instead of exponentials
+        for i in range(count):
+            p[i] = u[i]
+        for _ in range(whole - 1):
+            for i in range(count):
+                p[i] *= u[i]
+        return
     for i in range(count):
         p[i] = log(u[i])
     for i in range(count):
