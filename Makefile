@@ -5,11 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-all lint bench bench-gpu docs clean
+.PHONY: help demo tour test test-all lint bench bench-gpu docs clean
 .SECONDARY:
 
 help:
-	@echo "make demo       a guided tour of the library"
+	@echo "make demo       train latent trees next to an LSTM, and draw them (FRESH=1: start again)"
+	@echo "make tour       the queries, on one ambiguous sentence"
 	@echo "make test       lint, type-check and test"
 	@echo "make test-all   the same, with the slow tests"
 	@echo "make bench      time against peers on the CPU (bench-gpu: on CUDA)"
@@ -29,7 +30,10 @@ $(VENV)/.extra-%: $(VENV)/.base
 	$(PIP) -e ".[$*]"
 	@touch $@
 
-demo: $(VENV)/.extra-demo
+demo: $(VENV)/.extra-cli
+	$(BIN)/python examples/listops_demo.py $(if $(FRESH),--fresh)
+
+tour: $(VENV)/.extra-cli
 	$(BIN)/python examples/tour.py
 
 lint: $(VENV)/.extra-test

@@ -3,7 +3,7 @@
 "The dog saw her duck" has two good readings: she owns a duck (her/DET duck/NOUN), or she ducks
 (her/PRON duck/VERB). Hand-written scores leave both open; the rest is asked of the library.
 
-Run it with ``make demo``, or ``python examples/tour.py``.
+Run it with ``make tour``, or ``python examples/tour.py``.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
 """structmax: latent structure for PyTorch."""
 
-from structmax import losses, nn
+from structmax import data, estimators, losses, nn
 from structmax.barycenter import barycenter
+from structmax.diagnose import Diagnosis, diagnose
 from structmax.forest.topology import Forest, ForestBuilder
 from structmax.maps.budgetmax import budgetmax
 from structmax.maps.csoftmax import csoftmax
@@ -15,6 +16,8 @@ from structmax.maps.softmax import softmax
 from structmax.maps.sparsemax import sparsemax
 from structmax.primitive import backend
 from structmax.smoothing import Gini, Hard, Shannon, Smoothing, Tsallis
+from structmax.sparse import SparseMAPResult, project, sparsemap_oracle
+from structmax.sparse.factor_graph import FactorGraph
 from structmax.structures.alignment import Alignment
 from structmax.structures.assignment import Assignment
 from structmax.structures.base import IntractableError, Ranked, Structure, TopK
@@ -22,6 +25,7 @@ from structmax.structures.binary_tree import BinaryTree
 from structmax.structures.choice import Choice
 from structmax.structures.ctc import CTC
 from structmax.structures.dependency_tree import DependencyTree
+from structmax.structures.easy_first import EasyFirst
 from structmax.structures.grid_path import GridPath
 from structmax.structures.hmm import HMM
 from structmax.structures.hyperpath import Hyperpath
@@ -29,7 +33,9 @@ from structmax.structures.ksubset import KSubset
 from structmax.structures.linear_chain import LinearChain
 from structmax.structures.path import Path
 from structmax.structures.pcfg import PCFG
+from structmax.structures.rollout import Rollout
 from structmax.structures.semi_markov import SemiMarkov
+from structmax.structures.shift_reduce import ShiftReduce
 from structmax.structures.spanning_tree import SpanningTree
 
 __version__ = "0.1.0"
@@ -43,6 +49,9 @@ __all__ = [
     "BinaryTree",
     "Choice",
     "DependencyTree",
+    "Diagnosis",
+    "EasyFirst",
+    "FactorGraph",
     "Forest",
     "ForestBuilder",
     "Gini",
@@ -54,10 +63,13 @@ __all__ = [
     "LinearChain",
     "Path",
     "Ranked",
+    "Rollout",
     "SemiMarkov",
     "Shannon",
+    "ShiftReduce",
     "Smoothing",
     "SpanningTree",
+    "SparseMAPResult",
     "Structure",
     "TopK",
     "Tsallis",
@@ -66,13 +78,18 @@ __all__ = [
     "budgetmax",
     "csoftmax",
     "csparsemax",
+    "data",
+    "diagnose",
     "entmax",
+    "estimators",
     "fusedmax",
     "losses",
     "nn",
     "normmax",
     "oscarmax",
+    "project",
     "smoothed_max",
     "softmax",
+    "sparsemap_oracle",
     "sparsemax",
 ]

@@ -64,11 +64,16 @@ def barycenter(
         )
     shape = init.shape
     whole = torch.full((k,), shape[0], device=batch.device)
+    # of a divergence, the series' own terms stay and that of z is the same for all: not k times
+    plain = SoftDTW(omega=loss.omega, band=loss.band)
+    own = (weights * plain(batch, batch, (sizes, sizes))).sum() if loss.divergence else 0.0
 
     def objective(flat: NDArray) -> tuple[float, NDArray]:
         with torch.enable_grad():
             z = torch.from_numpy(flat).reshape(shape).to(batch.device).requires_grad_()
-            total = (weights * loss(z.expand(k, *shape), batch, (whole, sizes))).sum()
+            total = (weights * plain(z.expand(k, *shape), batch, (whole, sizes))).sum()
+            if loss.divergence:
+                total = total - (weights.sum() * plain(z, z) + own) / 2
             (slope,) = torch.autograd.grad(total, z)
         return total.item(), slope.reshape(-1).cpu().numpy()
 

@@ -27,22 +27,32 @@ REPRESENTATIVES = {
 }
 
 
-# the other forms of a structure run with some smoothings in the slow suite only
+# the other forms of a structure, and checks that take long, run with some smoothings in the slow
+# suite only
 MAIN = {
     "binary-tree", "chain-shared", "choice", "ctc", "dtw", "edit", "grid-8", "hyperpath",
     "monotone", "path", "pcfg", "projective", "semi-markov-transition", "subset-between",
 }  # fmt: skip
 SECOND = {"shannon-0.5", "tsallis-1.3"}
+LONG = {"gradients", "ranked_support", "entropy", "batches"}
+UNSMOOTHED = {"sparsemap"}  # the smoothing has no part in it
 
 
-def _row(name: str) -> object:
-    structure, kind = name.split("/")
-    second = kind in SECOND and structure in STRUCTURES and structure not in MAIN
-    return pytest.param(name, marks=pytest.mark.slow) if second else name
+def _pairs() -> list[object]:
+    pairs: list[object] = []
+    for row in ROWS:
+        structure, kind = row.split("/")
+        main = structure in MAIN or structure not in STRUCTURES
+        for check in CHECKS:
+            usual = kind == "shannon" or structure not in STRUCTURES
+            slow = not usual and check in UNSMOOTHED
+            slow |= not usual and check in LONG and (not main or kind in SECOND)
+            slow |= kind in SECOND and not main
+            pairs.append(pytest.param(row, check, marks=[pytest.mark.slow] if slow else []))
+    return pairs
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("row", map(_row, ROWS))
+@pytest.mark.parametrize(("row", "check"), _pairs())
 def test_contract(row: str, check: str) -> None:
     if check in RECIPE and row not in REPRESENTATIVES:
         pytest.skip("covered by another row of the same primitive")

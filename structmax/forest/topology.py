@@ -588,7 +588,7 @@ def lookup(key: str) -> Forest:
             ) from None
     with _cache_lock:
         if key not in _cache:
-            _cache[key] = _families[kind](*[int(size) for size in rest.split(",")])
+            _cache[key] = _families[kind](*[int(size) for size in rest.split(",") if size])
         _cache.move_to_end(key)
         while len(_cache) > 1 and sum(f.num_stored for f in _cache.values()) > MAX_CACHED_EDGES:
             _cache.popitem(last=False)

@@ -5,8 +5,9 @@ Tarjan (1977): follow best heads upwards from a node; where that closes a cycle,
 node, whose arcs are then scored by what they gain over the cycle's; unfold in the end.
 
 A single root: arcs are compared by pairs (−number of root arcs, score), first entry first, so the
-best tree has as few root arcs as there can be (Stanojević and Cohen, 2021, get the same O(n²)). No
-large constant is added to a score, so nothing is lost to rounding.
+best tree has as few root arcs as there can be (Stanojević and Cohen, 2021, get the same O(n²)). A
+cycle has none, so contracting leaves these numbers alone: a root arc is taken where there is no
+other. No large constant is added to a score, so nothing is lost to rounding.
 
 ``S[i, j]`` is the score of head j for word i, −inf where there is no arc.
 """
@@ -24,25 +25,48 @@ from torch import Tensor
 from structmax.jit import kernel, run_chunks
 
 
+@kernel(fused=True, inner=True)
+def _less(row: Any, x: float) -> None:
+    for u in range(len(row)):
+        row[u] -= x
+
+
+@kernel(fused=True, inner=True)
+def _take_better(row: Any, source: Any, into: Any, source_into: Any, won: float) -> None:
+    """Arcs that gain more over ``won`` than those of ``into`` replace them."""
+    for u in range(len(row)):
+        x = row[u] - won
+        better = x > into[u]
+        into[u] = x if better else into[u]
+        source_into[u] = source[u] if better else source_into[u]
+
+
 @kernel(inner=True)
-def _contract(
-    members: Any, count: int, n: int, gain: Any, roots: Any, source: Any, best: Any
-) -> None:
+def _contract(members: Any, n: int, gain: Any, source: Any, best: Any) -> None:
     """Makes one node of a cycle: the first member's rows become those of all."""
     into = members[0]
-    for at in range(count):
-        c = members[at]
-        won, spent = gain[c, best[c]], roots[c, best[c]]
-        for u in range(n + 1):
-            x, r = gain[c, u] - won, roots[c, u] - spent
-            if at == 0 or r > roots[into, u] or (r == roots[into, u] and x > gain[into, u]):
-                gain[into, u], roots[into, u], source[into, u] = x, r, source[c, u]
+    _less(gain[into, : n + 1], gain[into, best[into]])
+    for c in members[1:]:
+        _take_better(
+            gain[c, : n + 1], source[c, : n + 1], gain[into], source[into], gain[c, best[c]]
+        )
 
 
 @kernel(inner=True)
-def _best_tree(
-    S: Any, n: int, single: bool, gain: Any, roots: Any, ints: Any, big: Any, heads: Any
-) -> bool:
+def _best_arc(row: Any, n: int, single: bool) -> int:
+    """The head of largest gain, −1 if there is none; a single root only where there is no other."""
+    up, top, also, next_top = -1, -math.inf, -1, -math.inf
+    for u in range(1, n, 2):  # odd and even ones, so that neither waits for the other
+        up, top = (u, row[u]) if row[u] > top else (up, top)
+        also, next_top = (u + 1, row[u + 1]) if row[u + 1] > next_top else (also, next_top)
+    if n % 2 and row[n] > top:
+        up, top = n, row[n]
+    up, top = (also, next_top) if next_top > top else (up, top)
+    return 0 if (up < 0 or not single) and row[0] > top else up
+
+
+@kernel(inner=True)
+def _best_tree(S: Any, n: int, single: bool, gain: Any, ints: Any, big: Any, heads: Any) -> bool:
     """Writes the head of each word; False if there is no tree."""
     source = ints
     node, name, best, place, members = big[0], big[1], big[2], big[3], big[4]
@@ -53,17 +77,14 @@ def _best_tree(
         common = max(common, S[i, 0])
     common = common if single and common > -math.inf else 0.0
     for i in range(1, n + 1):
-        top = -math.inf
-        for u in range(n + 1):
-            gain[i, u] = -math.inf if u == i else S[i, u] - common if u == 0 else S[i, u]
-            top = max(top, gain[i, u])
-        if top == -math.inf:
+        row = gain[i, : n + 1]
+        row[:] = S[i, : n + 1]
+        row[0] -= common
+        row[i] = -math.inf
+        best[i] = _best_arc(row, n, single)
+        if best[i] < 0:
             return False
-        for u in range(n + 1):
-            gain[i, u] -= top
-            source[i, u] = i
-            absent = gain[i, u] == -math.inf
-            roots[i, u] = -math.inf if absent else -1.0 if single and u == 0 else 0.0
+        _less(row, row[best[i]])
     for v in range(2 * n + 1):
         parent[v] = -1
     for v in range(n + 1):
@@ -77,16 +98,8 @@ def _best_tree(
         while True:
             place[c], members[size] = size, c
             size += 1
-            up = -1
-            for u in range(n + 1):
-                if node[u] != c and gain[c, u] > -math.inf:
-                    more = up < 0 or roots[c, u] > roots[c, up]
-                    if more or (roots[c, u] == roots[c, up] and gain[c, u] > gain[c, up]):
-                        up = u
-            if up < 0:
-                return False
-            best[c] = up
-            arc_head[name[c]], arc_word[name[c]] = up, source[c, up]
+            up = best[c]
+            arc_head[name[c]], arc_word[name[c]] = up, source[c, up] if name[c] > n else c
             above = node[up]
             if place[above] == -2:
                 break
@@ -94,16 +107,22 @@ def _best_tree(
                 c = above
                 continue
             low = place[above]
-            _contract(members[low:size], size - low, n, gain, roots, source, best)
+            for at in range(low, size):
+                if name[members[at]] <= n:  # a single word, until now
+                    source[members[at], : n + 1] = members[at]
+            _contract(members[low:size], n, gain, source, best)
             for at in range(low, size):
                 place[members[at]] = -3  # gone
                 parent[name[members[at]]] = names
             for u in range(n + 1):
                 if place[node[u]] == -3:
-                    node[u] = above
+                    node[u], gain[above, u] = above, -math.inf
             c, size = above, low
             name[c] = names
             names += 1
+            best[c] = _best_arc(gain[c], n, single)
+            if best[c] < 0:
+                return False
         for at in range(size):
             place[members[at]] = -2
     for v in range(names - 1, n, -1):  # an arc into a cycle replaces that of the word it enters
@@ -148,14 +167,14 @@ def _argmax_items(
     low: int, high: int, theta: Any, lengths: Any, single: bool, value: Any, out: Any
 ) -> None:
     s = theta.shape[1]
-    S, gain, roots = np.empty((s, s)), np.empty((s, s)), np.empty((s, s))
+    S, gain = np.empty((s, s)), np.empty((s, s))
     label, ints = np.empty((s, s), np.int64), np.empty((s, s), np.int64)
     big, heads = np.empty((8, 2 * s), np.int64), np.zeros(s, np.int64)
     for item in range(low, high):
         n = lengths[item]
         if not _read(theta[item], n, S, label):
             value[item] = math.nan
-        elif not _best_tree(S, n, single, gain, roots, ints, big, heads):
+        elif not _best_tree(S, n, single, gain, ints, big, heads):
             value[item] = -math.inf
         else:
             value[item] = _total(S, n, heads)
@@ -166,7 +185,7 @@ def _argmax_items(
 @kernel
 def _rest_items(low: int, high: int, theta: Any, lengths: Any, single: bool, rest: Any) -> None:
     s = theta.shape[1]
-    S, gain, roots = np.empty((s, s)), np.empty((s, s)), np.empty((s, s))
+    S, gain = np.empty((s, s)), np.empty((s, s))
     label, ints = np.empty((s, s), np.int64), np.empty((s, s), np.int64)
     big, heads, row = np.empty((8, 2 * s), np.int64), np.zeros(s, np.int64), np.empty(s)
     for item in range(low, high):
@@ -181,7 +200,7 @@ def _rest_items(low: int, high: int, theta: Any, lengths: Any, single: bool, res
                 S[m, h] = 0.0
                 if not good:
                     rest[item, h, m] = math.nan
-                elif _best_tree(S, n, single, gain, roots, ints, big, heads):
+                elif _best_tree(S, n, single, gain, ints, big, heads):
                     rest[item, h, m] = _total(S, n, heads)
             S[m, :] = row
 
@@ -191,7 +210,7 @@ def _kbest_items(
     low: int, high: int, theta: Any, lengths: Any, single: bool, value: Any, out: Any
 ) -> None:
     s, c, k = theta.shape[1], theta.shape[3], out.shape[1]
-    best, S, gain, roots = np.empty((s, s)), np.empty((s, s)), np.empty((s, s)), np.empty((s, s))
+    best, S, gain = np.empty((s, s)), np.empty((s, s)), np.empty((s, s))
     label, ints = np.empty((s, s), np.int64), np.empty((s, s), np.int64)
     big, heads = np.empty((8, 2 * s), np.int64), np.zeros(s, np.int64)
     for item in range(low, high):
@@ -204,7 +223,7 @@ def _kbest_items(
         choice = np.zeros((space, s), np.int64)
         banned = np.zeros((space, s * c), np.bool_)
         fixed = np.ones(space, np.int64)
-        if not _best_tree(best, n, single, gain, roots, ints, big, heads):
+        if not _best_tree(best, n, single, gain, ints, big, heads):
             continue
         for i in range(1, n + 1):
             choice[0, i] = heads[i] * c + label[i, heads[i]]
@@ -235,7 +254,7 @@ def _kbest_items(
                     for j in range(c):
                         if h != d and not new[h * c + j] and theta[item, h, d, j] > S[d, h]:
                             S[d, h], label[0, h] = theta[item, h, d, j], j
-                if _best_tree(S, n, single, gain, roots, ints, big, heads):
+                if _best_tree(S, n, single, gain, ints, big, heads):
                     fixed[count] = d
                     for i in range(1, n + 1):
                         if i < d:

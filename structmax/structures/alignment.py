@@ -330,6 +330,10 @@ class Alignment(TwoSided, DynamicStructure):
     def _derivation_size(self) -> int:
         return 2 * sum(self.event_shape) + 2 if self.kind == "edit" else sum(self.event_shape) - 1
 
+    def _usable_parts(self) -> Tensor:
+        allowed = self._allowed()
+        return super()._usable_parts() if allowed is None else allowed
+
     def _replace_primary(self, scores: Tensor) -> Alignment:
         return self._with(scores=scores)
 

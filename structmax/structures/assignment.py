@@ -248,6 +248,9 @@ class Assignment(TwoSided, DynamicStructure):
         grow = (0, self.event_shape[1] - width, 0, self.event_shape[0] - n)
         return torch.nn.functional.pad(cells, grow, value=fill)
 
+    def _usable_parts(self) -> Tensor:
+        return self._inside()
+
     def _replace_primary(self, scores: Tensor) -> Assignment:
         tensors = {name: t for name, (t, _) in self._tensors().items()}
         return self._rebuild(**{**tensors, "scores": scores})
@@ -277,6 +280,10 @@ class Assignment(TwoSided, DynamicStructure):
     def argmax(self) -> Tensor:
         best, columns = oracle.argmax(self._parts()[0].detach(), *self._sizes())
         return self._refuse_infeasible("argmax", best, self._z_of(columns))
+
+    def _argmax_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        best, columns = oracle.argmax(parts[0], *self._sizes())
+        return best, (self._z_of(columns).to(parts[0].dtype),)
 
     def _kbest(self, k: int) -> tuple[Tensor, Tensor]:
         best, columns = oracle.kbest(self._parts()[0].detach(), *self._sizes(), k)

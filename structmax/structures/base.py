@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple, NoReturn, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from torch.distributions.kl import register_kl
 
 from structmax import checks
 from structmax.smoothing import Shannon, Smoothing
+
+if TYPE_CHECKING:
+    from structmax.sparse.result import SparseMAPResult
 
 
 class TopK(NamedTuple):
@@ -84,10 +87,13 @@ class Structure(Distribution):
             "condition",
             "ranked_support",
             "enumerate_support",
+            "sparsemap",
         ]
     )
     instead: ClassVar[dict[str, str]] = {}
     """What to use in place of each query that is not in ``queries``."""
+    approximate: ClassVar[frozenset[str]] = frozenset()
+    """Those of ``queries`` whose answers are not exact: a beam search, say."""
 
     def __init__(
         self,
@@ -203,6 +209,89 @@ class Structure(Distribution):
     @abstractmethod
     def encode(self, obj: Any) -> Tensor:
         """z of a human or integer form: the inverse of ``decode``."""
+
+    # -- scores of parts --------------------------------------------------------------------------
+
+    @property
+    def primary(self) -> Tensor:
+        """The scores of the primary parts ``(*batch, *parts)``, at least float32. Differentiable.
+
+        0, without a gradient, where no structure has a part: in the padding, say.
+
+        >>> import structmax as sx
+        >>> sx.KSubset(torch.tensor([1.0, 2.0, 9.0]), 1, lengths=torch.tensor(2)).primary
+        tensor([1., 2., 0.])
+        """
+        raise self._without_scores("primary")
+
+    def perturb(self, delta: Tensor) -> Structure:
+        """The same structure with ``delta`` added to the primary scores. Differentiable.
+
+        ``delta`` broadcasts to ``(*batch, *parts)``; leading dimensions before those of the batch
+        become dimensions of the batch. −inf stays −inf, and additional scores stay as they are.
+
+        >>> import structmax as sx
+        >>> sx.Choice(torch.zeros(3)).perturb(torch.eye(3)[:2]).argmax()
+        tensor([[1., 0., 0.],
+                [0., 1., 0.]])
+        """
+        raise self._without_scores("perturb")
+
+    def local_softmax(self, temperature: float = 1.0) -> Tensor:
+        """The softmax of the primary scores in each local group, ``(*batch, *parts)``.
+
+        Groups are the parts among which every structure has exactly one: the tags of a position,
+        the heads of a word. What else makes a structure is ignored. Differentiable.
+
+        >>> import structmax as sx
+        >>> sx.DependencyTree(torch.zeros(3, 3)).local_softmax()  # [head, modifier]
+        tensor([[0.0000, 0.5000, 0.5000],
+                [0.0000, 0.0000, 0.5000],
+                [0.0000, 0.5000, 0.0000]])
+        """
+        raise self._without_scores("local_softmax")
+
+    def _without_scores(self, query: str) -> TypeError:
+        return TypeError(
+            f"{self._name}.{query}: this structure is not given by the scores of its parts."
+        )
+
+    @abstractmethod
+    def sparsemap(
+        self,
+        method: str = "active-set",
+        max_iter: int = 1000,
+        tol: float | None = None,
+        init: SparseMAPResult | None = None,
+        penalize: str = "primary",
+    ) -> SparseMAPResult:
+        """The sparse distribution over structures whose mean μ maximises ⟨θ, μ⟩ − ½‖μ‖².
+
+        θ are the scores of all parts, additional ones included; the smoothing plays no role. Only
+        an argmax is needed, so this also works where marginals are intractable. μ is unique, but
+        several distributions may have this mean: ``probs`` is one of them. Differentiable, but for
+        kinks where the set of active structures changes; the second derivative of μ is zero.
+
+        Args:
+            method: ``"active-set"`` is exact, up to rounding, and ends by itself. ``"away"``,
+                ``"pairwise"`` and ``"frank-wolfe"`` are conditional-gradient methods: approximate,
+                the last one much slower to converge than the others
+            max_iter: how many times the best structure may be asked for at most. What is found by
+                then is returned; look at ``gap``
+            tol: stop once the duality gap is this small, relative to the number of parts of a
+                structure and to the spread of the scores of the active ones. By default 1e-10 for
+                the active set and 1e-6 for the others
+            init: an earlier result for similar scores, to start from
+            penalize: ``"primary"``: ½‖μ‖² is over the primary parts, those of z; ``"all"``: over
+                the additional parts (transitions, …) as well
+
+        >>> import structmax as sx
+        >>> result = sx.Choice(torch.tensor([-2.0, 0.0, 0.5])).sparsemap()
+        >>> result.marginals  # of a choice: sparsemax
+        tensor([0.0000, 0.2500, 0.7500])
+        >>> result.probs, result.num_active
+        (tensor([0.7500, 0.2500]), tensor(2))
+        """
 
     # -- derived ----------------------------------------------------------------------------------
 
@@ -335,7 +424,7 @@ class Structure(Distribution):
 
     @classmethod
     def supports(cls, query: str) -> bool:
-        """Whether a query has an efficient exact algorithm here.
+        """Whether a query has an efficient algorithm here, exact unless it is in ``approximate``.
 
         >>> import structmax as sx
         >>> sx.LinearChain.supports("marginals")

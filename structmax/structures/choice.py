@@ -75,6 +75,8 @@ class Choice(DynamicStructure):
     def _replace_primary(self, scores: Tensor) -> Choice:
         return self._rebuild(scores=scores)
 
+    _local_groups = (-1,)
+
     def _incompatible(self, include: Tensor) -> Tensor:
         return include.sum(-1, keepdim=True) - include.long() > 0
 

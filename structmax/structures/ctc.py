@@ -251,6 +251,12 @@ class CTC(DynamicStructure):
     def _derivation_size(self) -> int:
         return self.event_shape[0] + 1
 
+    def _usable_parts(self) -> Tensor:
+        used = self._used().to(torch.uint8)
+        index = self._symbols()[..., None, :].expand(used.shape)
+        whole = used.new_zeros(*self.batch_shape, *self.event_shape)
+        return whole.scatter_reduce(-1, index, used, "amax") > 0
+
     def _replace_primary(self, scores: Tensor) -> CTC:
         tensors = {name: t for name, (t, _) in self._tensors().items()}
         return self._rebuild(**{**tensors, "log_probs": scores})

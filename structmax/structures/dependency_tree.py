@@ -136,6 +136,10 @@ class DependencyTree(SquareStructure):
             between = between & (head > 0)
         return (between | (sibling == head)) & self._used()[..., :, None, :]
 
+    @property
+    def _local_groups(self) -> tuple[int, ...]:  # type: ignore[override]
+        return (-3, -1) if self.labelled else (-2,)  # the heads of a word
+
     def _excluded_by(self, include: Tensor) -> Tensor:
         # a word without any other head, or label, has this one
         across = (-3, -1) if self.labelled else (-2,)

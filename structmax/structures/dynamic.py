@@ -92,6 +92,11 @@ class DynamicStructure(PartStructure):
         z = self._refuse_infeasible("argmax", value, self._to_event(z))
         return z.to(self.dtype)
 
+    def _argmax_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        theta = self._pack(parts)
+        value, counts = ops.argmax(theta, self._goal(), self._forest_key(), theta.shape[-1])
+        return value, self._unpack(counts)
+
     def sample(
         self, sample_shape: Sequence[int] = (), generator: torch.Generator | None = None
     ) -> Tensor:
@@ -128,29 +133,38 @@ class DynamicStructure(PartStructure):
         forest = lookup(self._forest_key())
         batch = z.shape[: z.dim() - len(self.event_shape)]
         wide = self.expand(batch)
-        parts = [torch.zeros_like(p, dtype=torch.float64) for p in wide._parts()]
-        parts[0] = torch.where(z > 0, 1.0, -math.inf).to(torch.float64)
-        theta = wide._pack(parts)
+        theta = wide._within(z)
         theta = theta.reshape(batch.numel(), theta.shape[-1])
         goal = wide._goal().reshape(-1)
         use = naive.edge_visits(forest, naive.backpointers(forest, theta, Hard()), goal)
-        counts = counts_of_edges(forest, use)[:, : self._width()].reshape(*batch, self._width())
-        wrong = (wide._to_event(counts) != z).reshape(len(use), self.event_shape.numel()).any(-1)
-        if self._validate_args and checks.can_look() and bool(wrong.any()):
-            item = int(wrong.nonzero()[0])
-            raise ValueError(f"{self._name}: z is not a structure (flattened item {item}).")
+        counts = counts_of_edges(forest, use).reshape(*batch, forest.num_parts)
+        wide._refuse_no_structure(z, counts)
         return use
+
+    def _within(self, z: Tensor) -> Tensor:
+        """Packed scores at which the best derivation is that of z."""
+        parts = [torch.zeros_like(p, dtype=torch.float64) for p in self._parts()]
+        parts[0] = torch.where(z > 0, 1.0, -math.inf).to(torch.float64)
+        return self._pack(parts)
+
+    def _refuse_no_structure(self, z: Tensor, counts: Tensor) -> None:
+        """z must have the parts of its derivation, given by counts ``(*batch, P)``."""
+        if self._validate_args and checks.can_look():
+            wrong = self._to_event(counts[..., : self._width()]) != z
+            wrong = wrong.reshape(self.batch_shape.numel(), self.event_shape.numel()).any(-1)
+            if bool(wrong.any()):
+                item = int(wrong.nonzero()[0])
+                raise ValueError(f"{self._name}: z is not a structure (flattened item {item}).")
 
     def _score(self, z: Tensor) -> Tensor:
         """⟨θ, parts of z⟩ for an indicator ``(*sample, *batch, *parts)``."""
-        batch = z.shape[: z.dim() - len(self.event_shape)]
-        forest = lookup(self._forest_key())
-        with torch.no_grad():
-            counts = counts_of_edges(forest, self._edge_use(z))
-            counts = counts.reshape(*batch, forest.num_parts)
-        wide = self.expand(batch)
+        wide = self.expand(z.shape[: z.dim() - len(self.event_shape)])
         theta = wide._pack(wide._parts())
-        return dot(theta, counts[..., : theta.shape[-1]].to(theta.dtype), 1)
+        with torch.no_grad():
+            goal, key = wide._goal(), self._forest_key()
+            _, counts = ops.argmax(wide._within(z), goal, key, theta.shape[-1])
+            wide._refuse_no_structure(z, counts)
+        return dot(theta, counts.to(theta.dtype), 1)
 
     def log_prob(self, z: Tensor) -> Tensor:
         if self._is_gibbs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -55,7 +55,7 @@ class GridPath(DynamicStructure):
     With ``moves="all"`` a step goes to any of the 4 or 8 neighbours. The scores are then −costs, at
     most 0, and ``argmax`` finds a shortest path by Dijkstra's algorithm, on the CPU: a CUDA tensor
     is copied there and back. Sums over all such paths have no efficient algorithm, so the other
-    queries raise :class:`IntractableError`.
+    queries raise :class:`IntractableError`; ``sparsemap`` needs none.
 
     Integer form: the cells ``(row, column)`` along the path.
 
@@ -78,6 +78,8 @@ class GridPath(DynamicStructure):
     >>> free.decode(free.argmax())
     [(0, 0), (1, 0), (1, 1), (1, 2), (0, 2), (0, 3), (0, 4), (1, 4)]
     """
+
+    _silent = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         moves = args[1] if len(args) > 1 else kwargs.get("moves", "monotone")
@@ -261,7 +263,7 @@ class GridPath(DynamicStructure):
 class FreeGridPath(GridPath):
     """``GridPath(moves="all")``: shortest paths."""
 
-    queries = frozenset(["argmax", "score", "condition", "enumerate_support"])
+    queries = frozenset(["argmax", "score", "condition", "enumerate_support", "sparsemap"])
     instead = dict.fromkeys(
         GridPath.queries - queries,
         'Use moves="monotone", or an estimator that asks for argmax only.',
@@ -283,6 +285,16 @@ class FreeGridPath(GridPath):
         value, z = shortest_path.grid_path(scores.detach(), self.neighbours)
         return self._refuse_infeasible("argmax", value, z).to(self.dtype)
 
+    def _argmax_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        value, z = shortest_path.grid_path(parts[0], self.neighbours)
+        return value, (z.to(parts[0].dtype), *(torch.zeros_like(p) for p in parts[1:]))
+
+    def _with_gains(self, gains: Tensor) -> Self:
+        new: Self = super()._with_gains(gains)
+        if self._validate_args and checks.can_look():
+            new._check_values()
+        return new
+
     def _incompatible(self, include: Tensor) -> Tensor:
         raise ValueError(
             'GridPath.condition: include= is not possible with moves="all": the best path through '
@@ -294,6 +306,15 @@ class FreeGridPath(GridPath):
         wrong = ((z != 0) & (z != 1)).flatten(-2).any(-1)
         self._refuse(wrong | (z[..., 0, 0] != 1) | (z[..., -1, -1] != 1))
         return z
+
+    def perturb(self, delta: Tensor) -> Self:
+        """As of every structure, but what becomes positive is cut to 0, since scores are −costs.
+
+        Noise is cut off with it, so estimators that perturb the scores have a bias here.
+        """
+        new = super().perturb(delta)
+        new.scores = new.scores.clamp(max=0.0)
+        return new
 
     def _in_order(self, z: Tensor) -> list[Cell]:
         cells = int(z.sum())

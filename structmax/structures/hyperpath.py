@@ -105,6 +105,9 @@ class Hyperpath(DynamicStructure):
     def _derivation_size(self) -> int:
         return self.forest.longest
 
+    def _usable_parts(self) -> Tensor:
+        return self._used_parts()
+
     def _replace_primary(self, scores: Tensor) -> Hyperpath:
         return self._rebuild(scores=scores, goal=self.goal)
 

@@ -84,6 +84,8 @@ class KSubset(OneSided, DynamicStructure):
     tensor([1., 0., 1., 0.])
     """
 
+    _silent = True
+
     def __init__(
         self,
         scores: Tensor,
@@ -175,6 +177,9 @@ class KSubset(OneSided, DynamicStructure):
     def _derivation_size(self) -> int:
         return self.event_shape[0] + 2
 
+    def _usable_parts(self) -> Tensor:
+        return self._inside()
+
     def _replace_primary(self, scores: Tensor) -> KSubset:
         tensors = {name: t for name, (t, _) in self._tensors().items()}
         return self._rebuild(**{**tensors, "scores": scores})
@@ -238,10 +243,10 @@ class KSubset(OneSided, DynamicStructure):
         z = dense.sample(take, leave, self._lengths(), numbers, key, self.smoothing.gamma)
         return z.reshape(*shape, *self.batch_shape, n).to(self.dtype)
 
-    def _best(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _best(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The best value ``(*B)`` and subset ``(*B, n)``; the scores, −inf in the padding, and
         which elements must be in, both in float64 and bool ``(*B, n)``."""
-        take, leave = (p.detach() for p in self._parts())
+        take, leave = (p.detach() for p in parts)
         inside = self._inside()
         theta = torch.where(inside, take, -math.inf).double()
         forced = inside & (leave == -math.inf)
@@ -254,13 +259,17 @@ class KSubset(OneSided, DynamicStructure):
         return torch.where(possible | value.isnan(), value, -math.inf), z, theta, forced
 
     def argmax(self) -> Tensor:
-        value, z, _, _ = self._best()
+        value, z, _, _ = self._best(self._parts())
         return self._refuse_infeasible("argmax", value, z.to(self.dtype))
+
+    def _argmax_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        value, z, _, _ = self._best(parts)
+        return value, (z.to(parts[0].dtype), (self._inside() & ~z).to(parts[0].dtype))
 
     def max_marginals(self) -> Tensor:
         # an element outside the best subset joins it if there is room, or replaces the least of
         # those that may go
-        value, z, theta, forced = self._best()
+        value, z, theta, forced = self._best(self._parts())
         room = z.sum(-1, keepdim=True) < self._most
         free = z & ~forced
         least = torch.where(free, theta, math.inf).amin(-1, keepdim=True)

@@ -268,6 +268,11 @@ class LinearChain(OneSided, DynamicStructure):
         new.transition = torch.where(self.transition == -math.inf, -math.inf, 0.0).to(gains.dtype)
         return new
 
+    _local_groups = (-1,)
+
+    def _usable_parts(self) -> Tensor:
+        return self._inside()[..., None]
+
     def _incompatible(self, include: Tensor) -> Tensor:
         return include.sum(-1, keepdim=True) - include.long() > 0
 
@@ -299,6 +304,16 @@ class LinearChain(OneSided, DynamicStructure):
         best, tags = self._viterbi()
         z = tags[..., None] == torch.arange(self.event_shape[1], device=tags.device)
         return self._refuse_infeasible("argmax", best, z.to(self.dtype))
+
+    def _argmax_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        unary, transition = parts
+        none = [unary.new_empty(0).expand(*self.batch_shape, 0)] * 2
+        best, tags = dense.argmax(unary, transition, *none, self._lengths())
+        at = torch.arange(self.event_shape[1], device=tags.device)
+        z = ((tags[..., None] == at) & self._inside()[..., None]).to(unary.dtype)
+        if self._steps_given:
+            return best, (z, z[..., :-1, :, None] * z[..., 1:, None, :])
+        return best, (z, (z[..., :-1, :].mT @ z[..., 1:, :]).unsqueeze(-3))
 
     def argmax_tags(self) -> Tensor:
         """The tags of ``argmax()`` as integers ``(*B, n)``, −1 in the padding, without one-hots.

@@ -68,11 +68,19 @@ class ArcStructure(SquareStructure):
 
     # -- discrete queries -------------------------------------------------------------------------
 
-    def argmax(self) -> Tensor:
+    def _best(self) -> tuple[Tensor, Tensor]:
+        """The score of the best structure, and its z."""
         best, labels = self._choices().detach().max(-1) if self.labelled else (self._arcs(), None)
         value, heads = arborescence.best_tree(best.detach(), self._words(), self._single)
-        chosen = None if labels is None else self._at(labels, heads)
-        return self._refuse_infeasible("argmax", value, self._z_of(heads, chosen)).to(self.dtype)
+        return value, self._z_of(heads, None if labels is None else self._at(labels, heads))
+
+    def argmax(self) -> Tensor:
+        value, z = self._best()
+        return self._refuse_infeasible("argmax", value, z).to(self.dtype)
+
+    def _argmax_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        value, z = self._replace_primary(parts[0])._best()
+        return value, (z.to(parts[0].dtype),)
 
     def _at(self, square: Tensor, heads: Tensor) -> Tensor:
         """Entries ``[head, modifier]`` of ``(*B, s, s, ...)`` at heads ``(..., *B, s−1)``."""

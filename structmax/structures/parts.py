@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,12 +15,18 @@ from structmax.primitive import backend_for, is_transforming
 from structmax.smoothing import SHANNON
 from structmax.structures.base import Ranked, Structure, TopK, dot
 
+if TYPE_CHECKING:
+    from structmax.sparse.result import SparseMAPResult
+
 
 class PartStructure(Structure):
     """A structure whose subclass says what its parts score, and how A, ∇A and the k best are found.
 
     ``log_prob`` and ``cross_entropy`` are those of the Gibbs distribution.
     """
+
+    _silent = False
+    """Whether the additional parts are the library's own: they forbid, but nobody scores them."""
 
     # -- what a subclass says ---------------------------------------------------------------------
 
@@ -48,6 +54,23 @@ class PartStructure(Structure):
     def _replace_primary(self, scores: Tensor) -> Any:
         """The same structure with other primary scores, ``(*batch, *parts)``."""
 
+    def _argmax_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The best structure at other scores, shaped as ``_parts()``: its score ``(*batch)``, −inf
+        if there is none, and how often it has each part, shaped as the scores."""
+        if len(parts) > 1:
+            raise NotImplementedError(f"{self._name} must define _argmax_parts.")
+        other = self._replace_primary(parts[0])
+        z = other.argmax()
+        return other._score(z), (z.to(parts[0].dtype),)
+
+    def _usable_parts(self) -> Tensor:
+        """Which primary parts some structure may have, whatever the scores: no padding. A mask
+        that broadcasts to ``_parts()[0]``."""
+        return torch.ones((), dtype=torch.bool, device=self._parts()[0].device)
+
+    _local_groups: tuple[int, ...] | None = None
+    """Dimensions of the event along which every structure has exactly one part, if there are."""
+
     def _incompatible(self, include: Tensor) -> Tensor:
         """The primary parts that cannot stand beside those included, as a mask."""
         raise ValueError(
@@ -59,6 +82,43 @@ class PartStructure(Structure):
         """This structure and q, over the same parts."""
         self._same_kind(q)
         return self, q
+
+    # -- scores of parts --------------------------------------------------------------------------
+
+    @property
+    def primary(self) -> Tensor:
+        return torch.where(self._usable_parts(), self._parts()[0], 0.0)
+
+    def perturb(self, delta: Tensor) -> Any:
+        shape = (*self.batch_shape, *self.event_shape)
+        try:
+            shape = torch.broadcast_shapes(delta.shape, shape)
+        except RuntimeError:
+            shape = torch.Size(())
+        batch = shape[: len(shape) - len(self.event_shape)]
+        own = len(self.batch_shape)
+        if shape[len(batch) :] != self.event_shape or batch[len(batch) - own :] != self.batch_shape:
+            raise ValueError(
+                f"{self._name}.perturb: delta must broadcast to "
+                f"{(*self.batch_shape, *self.event_shape)}, got {tuple(delta.shape)}."
+            )
+        wide = self if batch == self.batch_shape else self.expand(batch)
+        scores = wide._parts()[0]
+        moved = scores + delta.to(scores.dtype)
+        return wide._replace_primary(torch.where(scores == -math.inf, scores, moved))
+
+    def local_softmax(self, temperature: float = 1.0) -> Tensor:
+        if self._local_groups is None:
+            raise ValueError(
+                f"{self._name}.local_softmax: there are no groups of parts of which every "
+                "structure has exactly one. Use marginals()."
+            )
+        scores, dims = self._parts()[0], self._local_groups
+        scores = torch.where(self._usable_parts(), scores, -math.inf) / temperature
+        peak = scores.detach().amax(dims, keepdim=True)
+        weights = (scores - torch.where(peak == -math.inf, 0.0, peak)).exp()
+        total = weights.sum(dims, keepdim=True)
+        return (weights / torch.where(total == 0, 1.0, total)).to(self.dtype)
 
     # -- value and gradient -----------------------------------------------------------------------
 
@@ -137,6 +197,18 @@ class PartStructure(Structure):
         """A structure with no scores but these; what is forbidden stays forbidden."""
         allowed = self._parts()[0].detach() > -math.inf
         return self._replace_primary(torch.where(allowed, gains, -math.inf))
+
+    def sparsemap(
+        self,
+        method: str = "active-set",
+        max_iter: int = 1000,
+        tol: float | None = None,
+        init: SparseMAPResult | None = None,
+        penalize: str = "primary",
+    ) -> SparseMAPResult:
+        from structmax.sparse.solve import sparsemap  # which itself needs this class
+
+        return sparsemap(self, method, max_iter, tol, init, penalize)
 
     # -- scores and probabilities -----------------------------------------------------------------
 

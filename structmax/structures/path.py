@@ -210,6 +210,9 @@ class Path(DynamicStructure):
     def _derivation_size(self) -> int:
         return self._graph.forest.longest
 
+    def _usable_parts(self) -> Tensor:
+        return self._usable
+
     def _replace_primary(self, scores: Tensor) -> Path:
         tensors = {name: t for name, (t, _) in self._tensors().items()}
         return self._rebuild(**{**tensors, "scores": scores})

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from structmax import checks
 from structmax.forest.pcfg import ops as dense
-from structmax.forest.pcfg.trees import rules_of
+from structmax.forest.pcfg.trees import rule_counts, rules_of
 from structmax.forest.topology import Forest, ForestBuilder, bucket, family, name_of
 from structmax.primitive import backend_for, is_transforming
 from structmax.smoothing import HARD, TSALLIS, Smoothing
@@ -234,6 +234,9 @@ class PCFG(OneSided, DynamicStructure):
     def _rules(self) -> Tensor:
         return self.rules
 
+    def _usable_parts(self) -> Tensor:
+        return self._usable(self._lengths())
+
     def _replace_primary(self, scores: Tensor) -> PCFG:
         """Emission is what lies on the diagonal, spans the rest."""
         emission = scores.diagonal(0, -3, -2).mT[..., self.N :]
@@ -331,6 +334,19 @@ class PCFG(OneSided, DynamicStructure):
         best, _, z = dense.kbest(*parts, self._lengths(), 1)
         z = z.squeeze(len(self.batch_shape))
         return self._refuse_infeasible("argmax", best, z).to(self.dtype)
+
+    def _argmax_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if not self._walks():
+            return super()._argmax_parts(parts)
+        best, _, z = dense.kbest(*parts, self._lengths(), 1)
+        z = z.squeeze(len(self.batch_shape))
+        return best, (z, self._top(z), rule_counts(z, self.N))
+
+    def _top(self, z: Tensor) -> Tensor:
+        """The symbol at the root of each tree, ``(*sample, *B, N)``."""
+        batch = z.shape[:-3]
+        last = self._lengths().expand(batch)[..., None, None] - 1
+        return z[..., 0, :, : self.N].gather(-2, last.expand(*batch, 1, self.N)).squeeze(-2)
 
     def sample(
         self, sample_shape: Sequence[int] = (), generator: torch.Generator | None = None
@@ -469,10 +485,7 @@ class PCFG(OneSided, DynamicStructure):
     def _score(self, z: Tensor) -> Tensor:
         batch = z.shape[:-3]
         spans, root, rules = self.expand(batch)._parts()
-        used = rules_of(z)
-        items = self._lengths().expand(batch)[..., None, None]
-        index = (items - 1).expand(*batch, 1, self.N)
-        top = z[..., 0, :, : self.N].gather(-2, index).squeeze(-2).to(spans.dtype)
+        used, top = rules_of(z), self._top(z).to(spans.dtype)
         each = rules.flatten(-3).gather(-1, used.number.flatten(-2))
         each = torch.where(used.used.flatten(-2), each, 0.0)
         return dot(spans, z.to(spans.dtype), 3) + dot(root, top, 1) + each.sum(-1)

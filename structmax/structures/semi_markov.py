@@ -248,6 +248,9 @@ class SemiMarkov(OneSided, DynamicStructure):
             return (segments,)
         return segments, flat[..., bucket(n) * k * c :].unflatten(-1, (c, c))
 
+    def _usable_parts(self) -> Tensor:
+        return self._inside()[..., None]
+
     def _replace_primary(self, scores: Tensor) -> SemiMarkov:
         return SemiMarkov(
             scores, self.transition, self.lengths, self.smoothing, self._validate_args

@@ -121,6 +121,9 @@ class SquareStructure(OneSided, PartStructure):
     def _used(self) -> Tensor:
         """Which cells a structure may have, ``(s, s)`` or, with lengths, ``(*B, s, s)``."""
 
+    def _usable_parts(self) -> Tensor:
+        return self._used()[..., None] if self.labelled else self._used()
+
     def _replace_primary(self, scores: Tensor) -> Any:
         tensors = {name: t for name, (t, _) in self._tensors().items()}
         return self._rebuild(**{**tensors, "scores": scores})

@@ -22,6 +22,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.distributions import kl_divergence
 
 from structmax.smoothing import SHANNON
+from structmax.sparse.result import SparseMAPResult
 from structmax.structures.base import IntractableError, Structure
 
 Factory = Callable[[], Structure]
@@ -53,13 +54,16 @@ def check_structure(structure_factory: Factory, skip: tuple[str, ...] = ()) -> N
 
 
 def applies(check: str, structure: Structure) -> bool:
-    """Whether a structure has the queries that a check needs; ``refusals`` sees to the others.
+    """Whether a structure has the queries that a check needs, and answers them exactly.
+
+    ``refusals`` sees to the others.
 
     >>> import structmax as sx
     >>> applies("marginals", sx.GridPath(torch.zeros(2, 2), moves="all"))
     False
     """
-    return all(structure.supports(query) for query in _needs[check])
+    needs = _needs[check]
+    return all(structure.supports(q) and q not in structure.approximate for q in needs)
 
 
 def _check(*queries: str) -> Callable[[Callable[[Factory], None]], Callable[[Factory], None]]:
@@ -306,6 +310,53 @@ def condition(factory: Factory) -> None:
         kept_value = ((kept.log_partition() - s.log_partition()) / s.temperature).exp()
         _close(kept_value, value, "probability of the part by inclusion")
         _close(kept.marginals()[(..., *index)], torch.ones(s.batch_shape), "included part")
+
+
+@_check("sparsemap")
+def sparsemap(factory: Factory) -> None:
+    """A distribution over structures that no other one improves; and its derivatives.
+
+    By the conditions of Karush, Kuhn and Tucker: under the gradient, score − ⟨μ, z⟩, no structure
+    is better than the mean of the active ones.
+    """
+    s = _make(factory)
+    for scores in (_scores(s), [t.round() for t in _scores(s)]):  # the latter has ties
+        check_sparsemap(_with_scores(s, scores))
+    if s.smoothing.code[0] != SHANNON and s.supports("marginals"):
+        return  # the smoothing plays no role: once is enough
+
+    first = s.sparsemap()
+
+    def answers(*scores: Tensor) -> tuple[Tensor, ...]:
+        found = _with_scores(s, scores).sparsemap()
+        same = _with_scores(s, scores).sparsemap(init=first)  # probs are for given structures
+        return found.marginals, found.value, *found.additional, same.probs
+
+    leaves = tuple(t.requires_grad_() for t in _scores(s))
+    assert gradcheck(answers, leaves, fast_mode=True, atol=1e-4), "derivatives of sparsemap"
+
+
+def check_sparsemap(s: Structure, tolerance: float = 1e-8, **options: Any) -> SparseMAPResult:
+    """The result of ``s.sparsemap(**options)``, checked against enumeration."""
+    at, result = len(s.batch_shape), s.sparsemap(**options)
+    mu, every = result.marginals.double(), s.enumerate_support().double()
+    p, active = result.probs.double().movedim(-1, 0), result.structures.double().movedim(at, 0)
+    found = (active[:, None] == every).flatten(at + 2).all(-1)
+    assert bool(found.any(1).all()), "no structure"
+    assert bool((p >= 0).all()), "a negative probability"
+    _close(p.sum(0), torch.ones(s.batch_shape), "sum of probabilities")
+    _close((p > 0).sum(0), result.num_active, "num_active")
+    _close((_event(s, p) * active).sum(0), mu, "mean of the distribution")
+    own, others = s.score(active).double(), s.score(every).double()
+    value = (p * own).sum(0) - mu.square().flatten(at).sum(-1) / 2
+    _close(result.value, value, "value")
+    slope = own - (active * mu).flatten(at + 1).sum(-1)
+    best = (others - (every * mu).flatten(at + 1).sum(-1)).amax(0)
+    scale = 1 + every[0].square().flatten(at).sum(-1) + own.abs().amax(0)
+    gap = (best - (p * slope).sum(0)) / scale
+    assert bool((gap <= tolerance).all()), f"not optimal: the relative gap is {gap.max():.1e}"
+    assert bool((result.gap / scale <= tolerance).all()), "the reported gap is large"
+    return result
 
 
 @_check()

@@ -1,0 +1,70 @@
+"""SparseMAP, forward and backward: the compiled solver, checked against the one in torch.
+
+The spread σ of the scores decides how many structures are active: a handful at 3, about 40 at 1,
+some 200 at 0.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import structmax as sx
+from benchmarks.cases import _case
+from benchmarks.harness import Contender, Trial, require_close
+
+
+def chain(device: torch.device, batch: int, n: int, c: int, spread: float = 1.0) -> Trial:
+    """Tags of n words."""
+    unary = spread * torch.randn(batch, n, c, device=device)
+    return _trial(sx.LinearChain, unary, spread * torch.randn(c, c, device=device))
+
+
+def tree(device: torch.device, batch: int, n: int, spread: float = 1.0) -> Trial:
+    """Non-projective dependency trees of n words."""
+    return _trial(sx.DependencyTree, spread * torch.randn(batch, n + 1, n + 1, device=device))
+
+
+def _trial(make: Callable[..., Any], first: Tensor, *others: Tensor) -> Trial:
+    leaves = [t.requires_grad_() for t in (first, *others)]
+    direction = torch.randn_like(first)
+
+    @torch.no_grad()
+    def forward() -> Tensor:
+        marginals: Tensor = make(*leaves).sparsemap().marginals
+        return marginals
+
+    def both(some: slice = slice(None)) -> tuple[Tensor, ...]:
+        marginals = make(first[some], *others).sparsemap().marginals
+        return marginals.detach(), *torch.autograd.grad(marginals, leaves, direction[some])
+
+    def in_torch(some: slice = slice(None)) -> tuple[Tensor, ...]:
+        with mock.patch("structmax.sparse.cpu.solve", return_value=None):
+            return both(some)
+
+    def agree() -> None:
+        names = "marginals", "gradient in the first scores", "gradient in the second"
+        some = slice(0, 2)
+        for name, ours, other in zip(names, both(some), in_torch(some), strict=False):
+            require_close(f"{name}, by the solver in torch", ours, other, 1e-4)
+
+    contenders = [Contender("structmax", both), Contender("structmax, forward only", forward)]
+    return Trial(contenders, agree)
+
+
+WHAT = "SparseMAP, forward and backward, of"
+CASES: dict[str, Any] = {}
+for suffix, spread in (("", 1.0), ("-flat", 0.1), ("-sharp", 3.0)):
+    tags, trees = (f"{WHAT} {kind}, σ = {spread}," for kind in ("tags", "non-projective trees"))
+    of_tags, of_trees = partial(chain, spread=spread), partial(tree, spread=spread)
+    CASES |= [
+        _case(f"sparsemap-chain-32x40x10{suffix}", tags, "cpu", of_tags, 32, 40, 10),
+        _case(f"sparsemap-chain-256x64x16{suffix}", tags, "cuda", of_tags, 256, 64, 16),
+        _case(f"sparsemap-tree-32x20{suffix}", trees, "cpu", of_trees, 32, 20),
+        _case(f"sparsemap-tree-256x40{suffix}", trees, "cuda", of_trees, 256, 40),
+    ]

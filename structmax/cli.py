@@ -1,0 +1,325 @@
+"""The command line: ``structmax train TASK``, then ``evaluate``, ``predict`` and ``show`` the run.
+
+Exit codes: 0, all went well; 1, something is broken; 2, something to fix on the command line or in
+the input, said in one line; 130 and 143, ended by Ctrl-C or SIGTERM after saving.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from structmax.train import run as runs
+from structmax.train import tasks
+from structmax.train.config import TrainConfig, from_dict, read_toml, types_of
+from structmax.train.errors import UserError, as_user_error, near
+from structmax.train.signals import Stopped
+
+app = typer.Typer(
+    name="structmax",
+    help="Train models with latent structure, and look at what they learned.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+train_app = typer.Typer(
+    help="Train the model of a task. Under torchrun: on many workers.", no_args_is_help=True
+)
+app.add_typer(train_app, name="train")
+
+Run = Annotated[Path, typer.Argument(help="The folder of a run.", metavar="RUN")]
+Name = Annotated[str | None, typer.Argument(help="Show this one in full.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
+
+
+# -- train ----------------------------------------------------------------------------------------
+
+
+def _train(name: str, run: Path, config: Path | None, start: str, changes: dict[str, Any]) -> None:
+    from structmax.train.distributed import restarted, workers
+
+    task = tasks.by_name(name)
+    there, resume = runs.exists(run), start == "resume" or restarted()
+    options = read_toml(config) if config else {}
+    if there and resume:
+        kept, _ = runs.read(run)
+        if kept.name != name:
+            raise UserError(f"{run} is a run of task {kept.name!r}, not of {name!r}.")
+        options = {**read_toml(run / "config.toml"), **options}
+    elif there and start == "new":
+        raise UserError(f"{run} holds a run already. Add --resume, or --fresh to start again.")
+    source = str(config) if config else f"task {name}"
+    settings = from_dict(task.config, {**options, **changes}, source=source)
+    with workers(settings.device) as crew:
+        result = task.fit(settings, run, resume, crew)
+        if crew.first:
+            typer.echo(json.dumps(result, indent=1))
+
+
+def _train_command(name: str) -> Callable[..., None]:
+    """The command of one task, with a flag for every option of its configuration."""
+    cls = type(tasks.by_name(name)).config
+    kind = inspect.Parameter.KEYWORD_ONLY
+
+    def parameter(
+        name: str, of: Any, default: Any, help: str, panel: str, shown: Any = None
+    ) -> inspect.Parameter:
+        only = [f"--{name}"] if default is False else []  # no --no-…
+        shown = str(shown) if shown is not None else False
+        option = typer.Option(*only, help=help, show_default=shown, rich_help_panel=panel)
+        return inspect.Parameter(name, kind, default=default, annotation=Annotated[of, option])
+
+    place = Path("runs") / name
+    own = [
+        # not --run, which torchrun takes for the beginning of one of its own
+        parameter("out", Path, place, "The folder of the run.", "Run", place),
+        parameter("config", Path | None, None, "TOML file of options; flags count more.", "Run"),
+        parameter("resume", bool, False, "Go on from the last checkpoint, if there is one.", "Run"),
+        parameter("fresh", bool, False, "Start again; a run that is there is lost.", "Run"),
+    ]
+    common = {f.name for f in fields(TrainConfig)}
+    listed = [
+        parameter(
+            f.name,
+            hint if _optional(hint) else hint | None,
+            None,
+            f.metadata["help"],
+            "Training" if f.name in common else "Task",
+            f.default,
+        )
+        for f, hint in zip(fields(cls), types_of(cls).values())
+    ]
+
+    def command(**given: Any) -> None:
+        out, config, resume, fresh = (given.pop(p.name) for p in own)
+        if resume and fresh:
+            raise UserError("--resume and --fresh exclude each other.")
+        start = "resume" if resume else "fresh" if fresh else "new"
+        _train(name, out, config, start, {k: v for k, v in given.items() if v is not None})
+
+    command.__doc__ = inspect.getdoc(tasks.by_name(name))
+    command.__signature__ = inspect.Signature([*own, *listed])  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in [*own, *listed]}
+    return command
+
+
+def _optional(hint: Any) -> bool:
+    return isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint)
+
+
+for _name in tasks.names():
+    train_app.command(_name)(_train_command(_name))
+
+
+# -- a run ----------------------------------------------------------------------------------------
+
+
+@app.command()
+def evaluate(
+    run: Run,
+    split: Annotated[Literal["valid", "test"], typer.Option(help="What to measure on.")] = "test",
+    device: Device = "auto",
+) -> None:
+    """Measure a run's best weights; prints JSON."""
+    from structmax.train.distributed import workers
+    from structmax.train.measure import measure
+
+    with workers(device) as crew:
+        trained = runs.load(run, crew.device)
+        with as_user_error():
+            examples = getattr(trained.task.data(trained.config), split)
+        if not len(examples):
+            raise UserError(f"task {trained.task.name} has no {split} split here.")
+        found = measure(trained.task, trained.model, examples, trained.config, crew)
+        if crew.first:
+            result = {"task": trained.task.name, "step": trained.step, "split": split, **found}
+            typer.echo(json.dumps(result, indent=1))
+
+
+@app.command()
+def predict(
+    run: Run,
+    file: Annotated[
+        Path | None, typer.Argument(help="Input, one per line; - or none: stdin.")
+    ] = None,
+    format: Annotated[
+        Literal["text", "json"], typer.Option(help="What to print per line.")
+    ] = "text",
+    device: Device = "auto",
+) -> None:
+    """Print the structure of every line of input."""
+    trained = _load(run, device)
+    for found in _predictions(trained, _lines(file), str(file or "stdin")):
+        typer.echo(json.dumps(found, ensure_ascii=False) if format == "json" else found["text"])
+
+
+@app.command()
+def show(
+    run: Run,
+    file: Annotated[Path | None, typer.Argument(help="Input, one per line; -: stdin.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="How many, of the validation split.")] = 3,
+    html: Annotated[Path | None, typer.Option(help="Also write a page of pictures.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Also write SVG files into a folder.")] = None,
+    device: Device = "auto",
+) -> None:
+    """Draw what a run's model finds, in the terminal and as pictures."""
+    from structmax.draw import page, tree_svg, tree_text
+    from structmax.train.checkpoint import write_atomic
+
+    trained = _load(run, device)
+    if file is None:
+        with as_user_error():
+            examples = trained.task.data(trained.config).valid[:count]
+        lines = [trained.task.line(example) for example in examples]
+    else:
+        lines = _lines(file)
+    pictures = []
+    for found in _predictions(trained, lines, str(file or "the validation split")):
+        typer.echo(found["text"])
+        if "spans" in found:
+            typer.echo(tree_text(found["words"], found["spans"]) + "\n")
+            drawn = tree_svg(found["words"], found["spans"], found.get("gold"))
+            pictures.append((found["text"], drawn))
+    if (html or svg) and not pictures:
+        raise UserError("there is no tree to draw.")
+    with as_user_error():
+        if html:
+            html.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(html, page(f"{run}", pictures).encode())
+        if svg:
+            svg.mkdir(parents=True, exist_ok=True)
+            for number, (_, drawn) in enumerate(pictures):
+                write_atomic(svg / f"{number}.svg", drawn.encode())
+
+
+def _lines(file: Path | None) -> list[str]:
+    if file is None or str(file) == "-":
+        return sys.stdin.read().splitlines()
+    with as_user_error():
+        return file.read_text().splitlines()
+
+
+def _load(run: Path, device: str) -> runs.Trained:
+    from structmax.train.distributed import choose_device
+
+    return runs.load(run, choose_device(device))
+
+
+def _predictions(
+    trained: runs.Trained, lines: Sequence[str], source: str
+) -> Iterator[dict[str, Any]]:
+    import torch
+
+    number = 0
+    with torch.no_grad():
+        found = trained.task.predict(trained.model, lines)
+        while True:
+            try:
+                one = next(found)
+            except StopIteration:
+                return
+            except ValueError as error:
+                raise UserError(f"{source}, line {number + 1}: {error}") from error
+            number += 1
+            yield one
+
+
+# -- what there is --------------------------------------------------------------------------------
+
+
+@app.command("tasks")
+def list_tasks() -> None:
+    """List the tasks."""
+    _table([(name, _first_line(tasks.by_name(name))) for name in tasks.names()])
+
+
+@app.command()
+def structures(
+    name: Annotated[str | None, typer.Argument(help="Show one in full.")] = None,
+) -> None:
+    """List the structures, or show one."""
+    import structmax as sx
+
+    found = {
+        key: value
+        for key, value in vars(sx).items()
+        if isinstance(value, type) and issubclass(value, sx.Structure) and value is not sx.Structure
+    }
+    _list_or_show("structure", found, name)
+
+
+@app.command()
+def estimators(
+    name: Annotated[str | None, typer.Argument(help="Show one in full.")] = None,
+) -> None:
+    """List the estimators, or show one."""
+    from structmax.estimators import NAMES
+
+    _list_or_show("estimator", NAMES, name)
+
+
+def _list_or_show(kind: str, found: dict[str, Any], name: str | None) -> None:
+    if name is None:
+        return _table([(key, _first_line(value)) for key, value in sorted(found.items())])
+    if name not in found:
+        raise UserError(f"there is no {kind} {name!r}. {near(name, found)}")
+    typer.echo(f"{name}\n\n{inspect.getdoc(found[name])}")
+
+
+def _first_line(value: Any) -> str:
+    return (inspect.getdoc(value) or "").partition("\n")[0]
+
+
+def _table(rows: list[tuple[str, str]]) -> None:
+    wide = max(len(name) for name, _ in rows)
+    for name, text in rows:
+        typer.echo(f"{name.ljust(wide)}  {text}")
+
+
+@app.command()
+def doctor() -> None:
+    """Check the installation: versions, GPU, and that kernels compile and agree."""
+    from structmax.doctor import examine
+
+    rows = examine()
+    _table([(name, text) for name, text, _ in rows])
+    if not all(well for _, _, well in rows):
+        raise typer.Exit(1)
+
+
+# -- running --------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code."""
+    args = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        result = app(args, prog_name="structmax", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except UserError as error:
+        return _refuse(str(error))
+    except typer.TyperException as error:  # usage: unknown commands, flags, wrong values
+        return _refuse(error.format_message())
+    except Stopped as stopped:
+        typer.echo(f"structmax: {stopped}; its checkpoint is saved. --resume goes on.", err=True)
+        return 128 + stopped.number
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 1
+
+
+def _refuse(message: str) -> int:
+    if message:  # none where the help was printed instead
+        typer.echo(f"structmax: {' '.join(message.split())}", err=True)
+    return 2

@@ -1,0 +1,23 @@
+"""Readers and generators of data, trees, and batching."""
+
+from structmax.data import columns, conllu, glove, listops, parallel, snli, sst, ucr
+from structmax.data.batching import Batch, Batches, collate
+from structmax.data.folder import data_folder, find_data
+from structmax.data.trees import Trees
+
+__all__ = [
+    "Batch",
+    "Batches",
+    "Trees",
+    "collate",
+    "columns",
+    "conllu",
+    "data_folder",
+    "find_data",
+    "glove",
+    "listops",
+    "parallel",
+    "snli",
+    "sst",
+    "ucr",
+]

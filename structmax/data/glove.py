@@ -1,0 +1,39 @@
+"""Word vectors as text, such as GloVe's (Pennington, Socher & Manning, EMNLP 2014)."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from pathlib import Path
+
+import numpy as np
+
+from structmax.data.folder import fault, read_lines
+
+
+def read(path: str | Path, words: Container[str] | None = None) -> tuple[list[str], np.ndarray]:
+    """The words of a file, possibly compressed (``.xz``), and their vectors ``(k, d)`` in float32.
+
+    A line has a word and its numbers, separated by spaces. A malformed line raises ``ValueError``
+    with the file, the line's number and what is wrong with it.
+
+    Args:
+        words: take only these
+    """
+    found: list[str] = []
+    vectors: list[np.ndarray] = []
+    size = 0
+    for number, line in read_lines(path):
+        word, _, rest = line.partition(" ")
+        if not size:
+            size = len(rest.split())
+        if words is not None and word not in words:
+            continue
+        try:
+            vector = np.array(rest.split(), np.float32)
+        except ValueError as error:
+            raise fault(path, number, str(error)) from None
+        if not size or len(vector) != size:
+            raise fault(path, number, f"expected {size or 'some'} numbers, got {len(vector)}")
+        found.append(word)
+        vectors.append(vector)
+    return found, np.stack(vectors) if vectors else np.zeros((0, size), np.float32)

@@ -1,0 +1,187 @@
+"""What every estimator keeps, how costs are called, and the one place where gradients are made."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from structmax.structures.base import Structure
+
+Pullback = Callable[[Any, Tensor, Tensor], Tensor]
+
+
+class Estimator:
+    """A way to train through a structure: z with a gradient, or a loss with one.
+
+    ``objective`` says what is estimated: ``"E[L(z)]"``, ``"L(argmax)"`` or ``"L(E[z])"``.
+    ``needs`` names the queries that a structure must have; ``applies_to`` compares.
+
+    >>> import structmax as sx
+    >>> sx.estimators.Marginals().applies_to(sx.GridPath(torch.zeros(2, 2), moves="all"))
+    False
+    """
+
+    objective: str
+    needs: frozenset[str]
+
+    def __call__(self, structure: Structure) -> Tensor:
+        """z ``(*batch, *parts)`` with a gradient; ``(samples, *batch, *parts)`` of several."""
+        raise TypeError(
+            f"{type(self).__name__} estimates a loss and has no z to return. "
+            "Use .loss(structure, cost)."
+        )
+
+    def loss(self, structure: Structure, cost: Callable[..., Tensor]) -> Tensor:
+        """The cost of z ``(*batch)``, averaged over samples; see :func:`call_cost`."""
+        costs = call_cost(cost, self(structure), structure)
+        return costs.mean(0) if costs.dim() > len(structure.batch_shape) else costs
+
+    def applies_to(self, structure: Structure) -> bool:
+        """Whether the structure has every query that is needed."""
+        return all(structure.supports(query) for query in self.needs)
+
+
+def call_cost(
+    cost: Callable[..., Tensor], z: Tensor, structure: Structure, where: Tensor | None = None
+) -> Tensor:
+    """The costs ``(*sample, *batch)`` of structures z ``(*sample, *batch, *parts)``.
+
+    A cost with one required argument is given z as it is. One with two, ``cost(z, items)``, is
+    given flattened structures ``(N, *parts)`` and the index of the flattened batch item that each
+    belongs to, ``(N)``, and returns ``(N)``: so a recursive network can look its inputs up.
+
+    ``where`` ``(*sample, *batch)`` marks the structures that count: the others cost 0, and are not
+    given to a cost with two arguments.
+
+    >>> import structmax as sx
+    >>> choice = sx.Choice(torch.zeros(2, 3))
+    >>> price = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    >>> z = choice.enumerate_support()  # (3, *batch, *parts)
+    >>> call_cost(lambda z: (z * price).sum(-1), z, choice)
+    tensor([[1., 4.],
+            [2., 5.],
+            [3., 6.]])
+    >>> call_cost(lambda z, items: (z * price[items]).sum(-1), z, choice).shape
+    torch.Size([3, 2])
+    """
+    shape = z.shape[: z.dim() - len(structure.event_shape)]
+    if where is not None:  # nobody defined the cost of what is no structure
+        where = where.expand(shape)
+        first = z[(slice(1),) * (len(shape) - len(structure.batch_shape))]
+        z = torch.where(where[(..., *[None] * len(structure.event_shape))], z, first)
+    if _required_arguments(cost) < 2:
+        costs, wanted = cost(z), shape
+        given = f"z of shape {tuple(z.shape)}"
+    else:
+        items = torch.arange(structure.batch_shape.numel(), device=z.device)
+        items = items.reshape(structure.batch_shape).expand(shape).reshape(-1)
+        flat = z.reshape(shape.numel(), *structure.event_shape)
+        if where is not None:
+            flat, items = flat[where.reshape(-1)], items[where.reshape(-1)]
+        costs, wanted = cost(flat, items), items.shape
+        given = f"z of shape {tuple(flat.shape)} with items {tuple(items.shape)}"
+    if not isinstance(costs, Tensor) or costs.shape != wanted:
+        got = tuple(costs.shape) if isinstance(costs, Tensor) else type(costs).__name__
+        raise ValueError(
+            f"cost: must return one number for each structure, {tuple(wanted)} for {given}, got "
+            f"{got}. Sum over the parts only."
+        )
+    if where is None:
+        return costs.reshape(shape)
+    if wanted == shape and _required_arguments(cost) < 2:
+        return torch.where(where, costs, 0.0)
+    return costs.new_zeros(shape).masked_scatter(where, costs)
+
+
+def _required_arguments(cost: Callable[..., Any]) -> int:
+    """How many positional arguments a cost asks for."""
+    function = cost.forward if isinstance(cost, torch.nn.Module) else cost
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = inspect.signature(function).parameters.values()
+    return sum(p.kind in kinds and p.default is p.empty for p in parameters)
+
+
+def one_of(owner: Any, option: str, allowed: tuple[Any, ...]) -> None:
+    """An option is one of these."""
+    value = getattr(owner, option)
+    if value not in allowed:
+        listed = ", ".join(map(repr, allowed))
+        raise ValueError(
+            f"{type(owner).__name__}: {option} must be one of {listed}, got {value!r}."
+        )
+
+
+def at_least(owner: Any, option: str, least: float, strict: bool = False) -> None:
+    """A number that is at least this, or above it; an integer where ``least`` is one."""
+    value = getattr(owner, option)
+    kinds = int if isinstance(least, int) else (int, float)
+    good = isinstance(value, kinds) and not isinstance(value, bool)
+    if not good or not (value > least if strict else value >= least):
+        number = "an integer" if kinds is int else "a number"
+        limit = f"above {least}" if strict else f"of at least {least}"
+        raise ValueError(
+            f"{type(owner).__name__}: {option} must be {number} {limit}, got {value!r}."
+        )
+
+
+def straight(structure: Structure, g: Tensor) -> Tensor:
+    """What has the gradient g in the primary scores, and none in the others."""
+    scores = structure.primary
+    return torch.where(scores == -math.inf, 0.0, scores) * g
+
+
+def surrogate(structure: Structure, z: Tensor, pullback: Pullback) -> Tensor:
+    """z as it is, whose gradient in the structure's scores is made up by ``pullback``.
+
+    ``pullback(structure, z, g)`` is given the structure again with its scores as leaves, and
+    g = ∂L/∂z, with zeros where no structure has a part. The gradient of the sum of what it returns,
+    in every score of the structure, takes the place of the derivative of z, which is zero or not
+    defined. It is called once for each backward pass. There is no second derivative.
+    """
+    scores = {k: t for k, (t, _) in structure._tensors().items() if t.is_floating_point()}
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in scores.values()):
+        return z
+    return _Surrogate.apply(structure, pullback, z.detach(), list(scores), *scores.values())
+
+
+class _Surrogate(torch.autograd.Function):
+    """z, with a gradient in scores on which it does not depend smoothly."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        structure: Structure,
+        pullback: Pullback,
+        z: Tensor,
+        names: list[str],
+        *scores: Any,
+    ) -> Tensor:
+        ctx.structure, ctx.pullback, ctx.names = structure, pullback, names
+        ctx.save_for_backward(z, *scores)
+        return z.clone()  # what the caller does with it in place is no business of ours
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        z, *scores = ctx.saved_tensors
+        with torch.enable_grad():
+            needed = ctx.needs_input_grad[4:]
+            leaves = [t.detach().requires_grad_(n) for t, n in zip(scores, needed, strict=True)]
+            given = {name: t.detach() for name, (t, _) in ctx.structure._tensors().items()}
+            live = ctx.structure._rebuild(**{**given, **dict(zip(ctx.names, leaves, strict=True))})
+            live._validate_args = False  # the structures that it is asked about are its own
+            usable = live._usable_parts() & (live.primary.detach() > -math.inf)
+            g = torch.where(usable, g.detach(), 0.0)
+            total = ctx.pullback(live, z, g).sum()
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            if total.requires_grad:
+                found = iter(torch.autograd.grad(total, wanted, materialize_grads=True))
+            else:
+                found = iter([torch.zeros_like(leaf) for leaf in wanted])
+        return (None, None, None, None, *[next(found) if n else None for n in needed])

@@ -1,0 +1,124 @@
+"""What REINFORCE subtracts from costs: baselines, and running moments of earlier calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from structmax.structures.base import Structure
+
+KINDS = (None, "ema", "self-critic", "leave-one-out")
+
+
+class RunningMoments(nn.Module):
+    """Exponentially weighted mean and variance of the values of earlier calls, as buffers.
+
+    >>> moments = RunningMoments(decay=0.5)
+    >>> moments.mean()
+    tensor(0.)
+    >>> moments.update(torch.tensor([1.0, 3.0]))
+    >>> moments.update(torch.tensor([5.0, 5.0]))
+    >>> moments.mean(), moments.variance()  # (½·2 + 5)/1½ and, within calls, (½·1 + 0)/1½
+    (tensor(4.), tensor(0.3333))
+    """
+
+    weight: Tensor
+    total: Tensor
+    spread: Tensor
+
+    def __init__(self, decay: float = 0.9) -> None:
+        super().__init__()
+        self.decay = decay
+        for name in ("weight", "total", "spread"):
+            self.register_buffer(name, torch.zeros(()))
+
+    def mean(self) -> Tensor:
+        """0 before the first update."""
+        return self.total / torch.where(self.weight > 0, self.weight, 1.0)
+
+    def variance(self) -> Tensor:
+        """That within a call, averaged over calls; 0 before the first update."""
+        return self.spread / torch.where(self.weight > 0, self.weight, 1.0)
+
+    @torch.no_grad()
+    def update(self, values: Tensor) -> None:
+        """Adds the values of one call, which count as one however many they are."""
+        one = torch.ones((), dtype=values.dtype, device=values.device)
+        new = {"weight": one, "total": values.mean(), "spread": values.var(correction=0)}
+        for name, value in new.items():
+            setattr(self, name, self.decay * getattr(self, name).to(value) + value)
+
+
+class Baseline(nn.Module):
+    """b of E[(L(z) − b) ∇log p(z)]: a number that does not depend on the draw it stands beside.
+
+    Args:
+        owner: the name for errors
+        kind: one of ``KINDS``, or a module from the inputs to ``(*batch)``
+        samples: how many draws there are of each item
+    """
+
+    def __init__(self, owner: str, kind: str | nn.Module | None, samples: int) -> None:
+        super().__init__()
+        if not isinstance(kind, nn.Module) and kind not in KINDS:
+            raise ValueError(
+                f'{owner}: baseline must be None, "ema", "self-critic", "leave-one-out" or a '
+                f"module, got {kind!r}."
+            )
+        least = 2 if kind == "leave-one-out" else 1
+        if not isinstance(samples, int) or samples < least:
+            raise ValueError(
+                f"{owner}: samples must be an integer, at least {least} with baseline={kind!r}, "
+                f"got {samples!r}."
+            )
+        self.owner, self.kind, self.costs = owner, kind, RunningMoments()
+
+    def extra_repr(self) -> str:
+        return "" if isinstance(self.kind, nn.Module) else repr(self.kind)
+
+    def applies_to(self, structure: Structure) -> bool:
+        """Whether the structure has what is needed besides samples."""
+        greedy = hasattr(structure, "greedy") or structure.supports("argmax")
+        return self.kind != "self-critic" or greedy
+
+    @torch.no_grad()
+    def structures(self, structure: Structure) -> list[Tensor]:
+        """Structures ``(1, *batch, *parts)`` whose costs are wanted besides those of the draws."""
+        if self.kind != "self-critic":
+            return []
+        greedy = structure.greedy().z if hasattr(structure, "greedy") else structure.argmax()
+        return [greedy[None]]
+
+    def forward(self, costs: Tensor, others: Tensor, inputs: Any) -> Tensor:
+        """b, broadcasting to the costs ``(samples, *batch)`` of draws; ``others`` as asked for.
+
+        Only that of a module has a gradient.
+        """
+        if isinstance(self.kind, nn.Module):
+            return self._predict(self.kind, costs, inputs)
+        if self.kind == "leave-one-out":
+            return (costs.sum(0) - costs) / (len(costs) - 1)
+        if self.kind == "self-critic":
+            return others[0]
+        if self.kind == "ema":
+            mean = self.costs.mean().to(costs)
+            if self.training:  # what these draws teach serves the next
+                self.costs.update(costs)
+            return mean
+        return costs.new_zeros(())
+
+    def _predict(self, module: nn.Module, costs: Tensor, inputs: Any) -> Tensor:
+        if inputs is None:
+            raise ValueError(
+                f"{self.owner}.loss: a module as the baseline needs its inputs. "
+                "Use loss(structure, cost, inputs=x)."
+            )
+        b = module(inputs.detach() if isinstance(inputs, Tensor) else inputs)
+        if b.shape != costs.shape[1:]:
+            raise ValueError(
+                f"{self.owner}.loss: the baseline must give one number for each item, "
+                f"{tuple(costs.shape[1:])}, got {tuple(b.shape)}."
+            )
+        return b

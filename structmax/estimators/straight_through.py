@@ -1,0 +1,83 @@
+"""Straight-through estimators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from structmax.estimators.base import Estimator, at_least, one_of, straight, surrogate
+from structmax.structures.base import Structure
+from structmax.structures.incremental import Incremental
+
+
+@dataclass
+class StraightThrough(Estimator):
+    """z = argmax(θ), with the gradient of something smoother in its place:
+
+    - ``backward="identity"``: that of θ, so ∂L/∂z itself (Hinton 2012; Bengio, Léonard & Courville
+      2013, "Estimating or propagating gradients through stochastic neurons"). Scores of additional
+      parts get none.
+    - ``"marginals"``: that of the marginals μ(θ), the Hessian-vector product ∇²A(θ)·∂L/∂z, for
+      additional parts too. The temperature is that of the structure.
+    - ``"softmax"``: that of the softmax in each local group (the tags of a position, the heads of a
+      word), as if there were no structure; an error where there are no such groups. Scores of
+      additional parts get none.
+
+    - ``"beam"``: that of the mean of the k best structures under p ∝ exp(score/γ) among them, for
+      additional parts too. Needs topk instead of argmax.
+
+    Biased: argmax has no gradient, and this is that of another function. Structures built by a
+    policy have no argmax: with ``"identity"`` and ``"softmax"`` the best action is taken at each
+    step, with that gradient for each; with ``"beam"`` z is the best of a beam search. Needs argmax,
+    and marginals for the second.
+
+    Args:
+        backward: see above
+        k: how many structures ``"beam"`` looks at
+
+    >>> import torch, structmax as sx
+    >>> scores = torch.tensor([0.0, 0.0, 1.0], requires_grad=True)
+    >>> z = sx.estimators.StraightThrough()(sx.Choice(scores))
+    >>> (z * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    >>> z.detach(), scores.grad
+    (tensor([0., 0., 1.]), tensor([1., 2., 3.]))
+    """
+
+    backward: str = "identity"
+    k: int = 8
+
+    objective = "L(argmax)"
+    needs = frozenset(["argmax"])
+
+    def __post_init__(self) -> None:
+        one_of(self, "backward", ("identity", "marginals", "softmax", "beam"))
+        at_least(self, "k", 1)
+        more = {"marginals": ["argmax", "marginals"], "beam": ["topk"]}
+        self.needs = frozenset(more.get(self.backward, ["argmax"]))
+
+    def applies_to(self, structure: Structure) -> bool:
+        if isinstance(structure, Incremental):
+            return self.backward != "marginals"
+        return super().applies_to(structure)
+
+    def __call__(self, structure: Structure) -> Tensor:
+        if self.backward == "beam":
+            return self._over_beam(structure)
+        if isinstance(structure, Incremental) and self.backward != "marginals":
+            return structure.straight_through("argmax", backward=self.backward).z
+        return surrogate(structure, structure.argmax(), self._pullback)
+
+    def _pullback(self, structure: Structure, z: Tensor, g: Tensor) -> Tensor:
+        if self.backward == "identity":
+            return straight(structure, g)
+        if self.backward == "marginals":
+            return structure.marginals() * g
+        return structure.local_softmax() * g
+
+    def _over_beam(self, structure: Structure) -> Tensor:
+        best, at = structure.topk(self.k), len(structure.batch_shape)
+        p = (best.scores / structure.temperature).softmax(-1)
+        p = p[(..., *[None] * len(structure.event_shape))].to(best.structures.dtype)
+        mean = (p * best.structures.detach()).sum(at)
+        return best.structures.select(at, 0).detach() + (mean - mean.detach())

@@ -1,0 +1,317 @@
+"""Factor graphs: structures and constraints that share variables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from structmax import checks
+from structmax.smoothing import Shannon
+from structmax.sparse.consensus import Consensus
+from structmax.sparse.factors import Factor, Logic, Pair, knapsack_forest
+from structmax.structures.base import Structure
+from structmax.structures.hyperpath import Hyperpath
+
+
+@dataclass(frozen=True)
+class GraphResult:
+    """An answer for every variable of a factor graph; index it with the variables' ids."""
+
+    values: Tensor
+    """``(*batch, V)``, in the order in which the variables were made."""
+    residual: Tensor
+    """How far the factors are from agreement, or the messages from rest, ``(*batch)``."""
+    iterations: int
+
+    def __getitem__(self, ids: Tensor) -> Tensor:
+        """The values of some variables, ``(*batch, *ids.shape)``; ``~ids`` are their negations."""
+        return _read(self.values, ids)
+
+
+def _read(values: Tensor, ids: Tensor) -> Tensor:
+    positive = torch.where(ids < 0, ~ids, ids)
+    found = values[..., positive]
+    return torch.where(ids < 0, 1 - found, found)
+
+
+class FactorGraph:
+    """Binary variables, and factors that constrain and score some of them together.
+
+    A factor is any structure of the library over its own variables, or a constraint: ``xor``,
+    ``at_most_one``, ``or_``, ``budget``, ``knapsack``, ``implication``, ``pairwise``. ``~ids``
+    negates variables in any of them. Ids with leading dimensions make many factors at once.
+
+    - ``sparsemap()``: LP-SparseMAP (Niculae and Martins 2020), max of ⟨θ, μ⟩ − ½‖μ‖² over the
+      points μ that every factor allows, each for itself. Where the factors touch in loops this is
+      a relaxation: an outer bound of the true polytope. Differentiable, sparse.
+    - ``lp_map()``: the same without ½‖μ‖²; ``argmax()`` rounds it.
+    - ``marginals()``: belief propagation, exact where the graph is a tree, otherwise the loopy
+      approximation, after a number of rounds, through which gradients flow.
+
+    A best assignment of three workers to four jobs, worker 0 and job 0 being of no use together:
+
+    >>> import structmax as sx
+    >>> graph = sx.FactorGraph()
+    >>> jobs = graph.variables(torch.tensor([[2.0, 1.0, 0.0, 0.0]] * 3))
+    >>> graph.xor(jobs)  # each row: exactly one
+    >>> graph.at_most_one(jobs.T)
+    >>> graph.implication(jobs[0, 1], ~jobs[1, 2])
+    >>> graph.argmax()[jobs].sum(-1)
+    tensor([1., 1., 1.])
+
+    A chain of tags in which the second tag stands at most once:
+
+    >>> graph = sx.FactorGraph()
+    >>> tags = graph.variables(torch.tensor([[0.0, 1.0], [0.0, 2.0], [0.0, 1.0]]))
+    >>> graph.factor(sx.LinearChain(torch.zeros(3, 2), torch.eye(2)), tags)
+    >>> graph.budget(tags[:, 1], 1)
+    >>> graph.argmax()[tags].argmax(-1)
+    tensor([0, 1, 0])
+    """
+
+    def __init__(self) -> None:
+        self._scores: list[Tensor] = []
+        self._count = 0
+        self._factors: list[Factor] = []
+
+    def __repr__(self) -> str:
+        return f"FactorGraph({self._count} variables, {len(self._factors)} kinds of factors)"
+
+    # -- drawing ----------------------------------------------------------------------------------
+
+    def variables(self, scores: Tensor, batch_dims: int = 0) -> Tensor:
+        """Adds a variable for each score. Returns their ids, shaped as the scores.
+
+        The first ``batch_dims`` dimensions are the batch: every item has the same graph. A score of
+        −inf switches a variable off.
+        """
+        checks.scores("FactorGraph.variables", "scores", scores, 0, "(*batch, ...)")
+        batch = scores.shape[:batch_dims]
+        if self._scores and batch != self._batch:
+            raise ValueError(
+                f"FactorGraph.variables: the batch must be {tuple(self._batch)} as of the other "
+                f"variables, got scores {tuple(scores.shape)} with batch_dims={batch_dims}."
+            )
+        if checks.can_look():
+            checks.values("FactorGraph.variables", {"scores": (scores, None)})
+        event = scores.shape[batch_dims:]
+        ids = torch.arange(self._count, self._count + event.numel(), device=scores.device)
+        self._count += event.numel()
+        self._scores.append(scores.reshape(*batch, event.numel()))
+        return ids.reshape(event)
+
+    @property
+    def _batch(self) -> torch.Size:
+        return self._scores[0].shape[:-1]
+
+    def _check_ids(self, factor: str, ids: Tensor) -> None:
+        if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
+            raise ValueError(f"FactorGraph.{factor}: the ids that variables() returned are needed.")
+        if ids.numel() and not bool(((ids < self._count) & (ids >= -self._count)).all()):
+            raise ValueError(
+                f"FactorGraph.{factor}: there are only {self._count} variables, got ids up to "
+                f"{int(torch.where(ids < 0, ~ids, ids).max())}."
+            )
+
+    def factor(self, structure: Structure, ids: Tensor) -> None:
+        """A structure whose parts are variables: ``ids`` is ``(*factors, *parts)``.
+
+        The structure has batch shape ``(*batch, *factors)``, or ``factors`` if it is the same for
+        the whole batch. Its primary scores add to those of the variables.
+        """
+        event = len(structure.event_shape)
+        if ids.shape[ids.dim() - event :] != structure.event_shape:
+            raise ValueError(
+                f"FactorGraph.factor: ids must be (..., "
+                f"{', '.join(map(str, structure.event_shape))}), one for each part of the "
+                f"structure, got {tuple(ids.shape)}."
+            )
+        self._check_ids("factor", ids)
+        wanted = (*self._batch, *ids.shape[: ids.dim() - event])
+        try:
+            structure = structure.expand(wanted)
+        except RuntimeError:
+            raise ValueError(
+                f"FactorGraph.factor: the batch of the structure must be {wanted}, got "
+                f"{tuple(structure.batch_shape)}."
+            ) from None
+        self._factors.append(Factor(structure, ids.reshape(-1)))
+
+    def _count_factor(self, name: str, ids: Tensor, least: int, most: int) -> None:
+        self._check_ids(name, ids)
+        if not ids.dim() or not 0 <= least <= min(most, ids.shape[-1]):
+            raise ValueError(
+                f"FactorGraph.{name}: ids must be (..., n) with n at least {max(least, 1)}, got "
+                f"{tuple(ids.shape)}."
+            )
+        zeros = self._scores[0].new_zeros(*self._batch, *ids.shape)
+        self._factors.append(Logic(least, most, zeros, ids.reshape(-1)))
+
+    def xor(self, ids: Tensor) -> None:
+        """Exactly one of n is on: ``(..., n)``."""
+        self._count_factor("xor", ids, 1, 1)
+
+    def at_most_one(self, ids: Tensor) -> None:
+        """None or one of n is on: ``(..., n)``."""
+        self._count_factor("at_most_one", ids, 0, 1)
+
+    def or_(self, ids: Tensor) -> None:
+        """At least one of n is on: ``(..., n)``."""
+        self._count_factor("or_", ids, 1, ids.shape[-1] if ids.dim() else 0)
+
+    def budget(self, ids: Tensor, most: int, least: int = 0) -> None:
+        """At most (and at least) so many of n are on: ``(..., n)``."""
+        self._count_factor("budget", ids, least, most)
+
+    def implication(self, *ids: Tensor) -> None:
+        """If all but the last are on, so is the last; tensors of one shape each."""
+        *causes, effect = torch.broadcast_tensors(*ids)
+        self.or_(torch.stack([*[~cause for cause in causes], effect], -1))
+
+    def pairwise(self, first: Tensor, second: Tensor, scores: Tensor) -> None:
+        """A score that counts if both are on: ``(*batch, ...)`` or as the ids."""
+        first, second = torch.broadcast_tensors(first, second)
+        ids = torch.stack([first, second], -1)
+        self._check_ids("pairwise", ids)
+        zeros = self._scores[0].new_zeros(*self._batch, *ids.shape)
+        shape = (*self._batch, *first.shape)
+        try:
+            both = scores.expand(shape)
+        except RuntimeError:
+            raise ValueError(
+                f"FactorGraph.pairwise: scores must broadcast to {shape}, got "
+                f"{tuple(scores.shape)}."
+            ) from None
+        self._factors.append(Factor(Pair(zeros, both), ids.reshape(-1)))
+
+    def knapsack(self, ids: Tensor, weights: Sequence[int], capacity: int) -> None:
+        """The weights (whole numbers) of those that are on sum to at most the capacity."""
+        weights = [int(w) for w in weights]
+        self._check_ids("knapsack", ids)
+        if len(weights) != ids.shape[-1] or min(weights, default=0) < 0 or capacity < 0:
+            raise ValueError(
+                f"FactorGraph.knapsack: weights must be {ids.shape[-1]} whole numbers, one for "
+                f"each variable, and like the capacity not negative, got {weights} and {capacity}."
+            )
+        zeros = self._scores[0].new_zeros(*self._batch, *ids.shape)
+        forest = knapsack_forest(weights, capacity)
+        self._factors.append(Factor(Hyperpath(forest, zeros), ids.reshape(-1)))
+
+    # -- queries ----------------------------------------------------------------------------------
+
+    def sparsemap(self, max_iter: int = 2000, tol: float = 1e-7) -> GraphResult:
+        """LP-SparseMAP, by consensus between the factors; differentiable in every score.
+
+        Douglas-Rachford splitting, which is ADMM in one variable: every factor moves to its nearest
+        point, every variable to the mean of what its factors say, weighted by their number and the
+        quadratic term. The backward pass iterates the transposed Jacobian of the same step. There
+        is no second derivative.
+        """
+        problem = self._problem(self._factors, 1.0)
+        with torch.no_grad():
+            y, residual, iterations = problem.solve(max_iter, tol)
+        if torch.is_grad_enabled():
+            y = problem.attach(y, max_iter, tol)
+        return GraphResult(problem.consensus(y).to(self._scores[0].dtype), residual, iterations)
+
+    @torch.no_grad()
+    def lp_map(self, max_iter: int = 5000, tol: float = 1e-6) -> GraphResult:
+        """The maximum of ⟨θ, μ⟩ over what the factors allow: an upper bound of the best score.
+
+        Where μ is 0/1 it is the best assignment. Not differentiable.
+        """
+        return self._lp_map({}, max_iter, tol)
+
+    def _lp_map(self, decided: dict[str, Tensor], max_iter: int, tol: float) -> GraphResult:
+        theta = self._theta()
+        known = theta > -math.inf
+        scale = float(torch.where(known, theta, 0.0).abs().max().clamp(min=1e-6))
+        problem = self._problem([f.scaled(1 / scale) for f in self._factors], 0.0, 1 / scale)
+        if decided:
+            problem.theta = problem.theta + 4.0 * decided["on"] - 4.0 * decided["off"]
+        y, residual, iterations = problem.solve(max_iter, tol)
+        return GraphResult(problem.consensus(y).to(self._scores[0].dtype), residual, iterations)
+
+    @torch.no_grad()
+    def argmax(self, max_iter: int = 5000, tol: float = 1e-6) -> Assigned:
+        """A good 0/1 assignment, by rounding ``lp_map``: the best one where that is 0/1 already.
+
+        Otherwise the variable that is nearest to a decision is fixed, and the rest is solved again,
+        so often that all are decided. ``exact`` says which items are known to be optimal,
+        ``feasible`` which assignments every factor allows.
+        """
+        first = answer = self._lp_map({}, max_iter, tol)
+        exact = _undecided(first.values).logical_not().all(-1)
+        for _ in range(self._count):
+            undecided = _undecided(answer.values)
+            if not bool(undecided.any()):
+                break
+            certainty = torch.where(undecided, (answer.values - 0.5).abs(), -1.0)
+            next_one = torch.zeros_like(undecided).scatter(
+                -1, certainty.argmax(-1, keepdim=True), True
+            )
+            fixed = ~undecided | next_one
+            on = answer.values >= 0.5
+            masks = {"on": (fixed & on).double(), "off": (fixed & ~on).double()}
+            answer = self._lp_map(masks, max_iter, tol)
+        z = (answer.values >= 0.5).to(answer.values.dtype)
+        feasible = torch.ones_like(exact)
+        for factor in self._factors:
+            feasible = feasible & factor.allows(_read(z, factor.ids))
+        return Assigned(z, first.residual, first.iterations, exact & feasible, feasible)
+
+    def marginals(self, rounds: int = 100, damping: float = 0.0, tol: float = 1e-9) -> GraphResult:
+        """P(variable is on), by sum-product belief propagation.
+
+        Exact where the graph is a tree and there are enough rounds for news to cross it. In a graph
+        with loops an approximation that need not settle; ``damping`` (0 to 1) keeps that part of
+        the old messages. Gradients flow through the rounds that were made.
+        """
+        for factor in self._factors:
+            if factor.structure.smoothing.code != Shannon().code:
+                raise ValueError(
+                    "FactorGraph.marginals: belief propagation is over Gibbs distributions, so "
+                    f"every factor needs sx.Shannon(1.0), got {factor.structure}."
+                )
+        problem = self._problem(self._factors, 1.0)
+        return problem.propagate(rounds, damping, tol, self._scores[0].dtype)
+
+    def _theta(self) -> Tensor:
+        """The scores of the variables, ``(*batch, V)``, those of the factors included."""
+        if not self._scores:
+            raise ValueError("FactorGraph: there are no variables. Use variables(scores).")
+        theta = torch.cat([s.double() for s in self._scores], -1)
+        for factor in self._factors:
+            own = factor.scores(torch.Size([*self._batch, len(factor.ids)]))
+            if own is not None:
+                ids = factor.ids
+                signed = torch.where(ids < 0, -own, own).double()
+                theta = theta.index_add(-1, torch.where(ids < 0, ~ids, ids), signed)
+        return theta
+
+    def _problem(self, factors: list[Factor], curvature: float, scale: float = 1.0) -> Consensus:
+        problem = Consensus(self._theta() * scale, factors, curvature)
+        if checks.can_look() and bool((problem.off & problem.negated).any()):
+            raise ValueError(
+                "FactorGraph: a variable that is switched off (-inf) is negated in a factor. Leave "
+                "it out of the factor."
+            )
+        return problem
+
+
+@dataclass(frozen=True)
+class Assigned(GraphResult):
+    """A 0/1 assignment of the variables."""
+
+    exact: Tensor
+    """Whether it is known to be the best, ``(*batch)``."""
+    feasible: Tensor
+    """Whether every factor allows it, ``(*batch)``."""
+
+
+def _undecided(values: Tensor) -> Tensor:
+    return (values - values.round()).abs() > 1e-3

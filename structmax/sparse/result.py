@@ -1,0 +1,64 @@
+"""What a SparseMAP solver finds, and what the user gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Solution(NamedTuple):
+    """What a solver returns for a flat batch, without gradients and in float64.
+
+    Items have different numbers of active structures, at most K; an unused slot has probability 0
+    and repeats slot 0. An item that allows no structure has NaN as its probabilities and its gap.
+    """
+
+    vertices: Tensor
+    """Counts of the primary parts of each active structure, ``(B, K, d)``."""
+    edges: Tensor
+    """Those of the additional parts, flattened and concatenated, ``(B, K, e)``; e may be 0."""
+    probs: Tensor
+    """``(B, K)``: at least 0, sums to one."""
+    gap: Tensor
+    """The duality gap, absolute, ``(B)``: the objective is at most this below its maximum."""
+    iterations: Tensor
+    """How many times the oracle was asked, ``(B)``, int64."""
+    inverse: Tensor | None = None
+    """(MᵀM + 11ᵀ)⁻¹ for the penalised counts M of the active structures, ``(B, K, K)``, 0 in unused
+    slots: what derivatives need, if the solver has it."""
+    face: Any = None
+    """The same as lists of parts and a factor (``linear_cpu.Face``), where the solver is compiled;
+    vertices and edges are then in the dtype of the structure, since nothing is computed from them.
+    """
+
+
+@dataclass(frozen=True)
+class SparseMAPResult:
+    """A sparse distribution over structures, whose mean is the SparseMAP solution μ.
+
+    ``marginals``, ``probs``, ``value`` and ``additional`` are differentiable in every score. μ is
+    unique. The distribution need not be: several may have this mean, and ``probs`` is one of them,
+    over structures none of which is an affine combination of the others (by ``"active-set"``). Its
+    derivatives are those with the active structures held fixed.
+    """
+
+    marginals: Tensor
+    """μ, ``(*batch, *parts)``."""
+    structures: Tensor
+    """The active structures, ``(*batch, k, *parts)``; an unused slot repeats the first."""
+    probs: Tensor
+    """Their probabilities, ``(*batch, k)``, 0 in unused slots."""
+    num_active: Tensor
+    """How many structures have a probability above 0, ``(*batch)``, int64."""
+    gap: Tensor
+    """The duality gap, ``(*batch)``: the objective is at most this below its maximum."""
+    value: Tensor
+    """The objective, max over μ of ⟨θ, μ⟩ − ½‖μ‖², ``(*batch)``; its gradient is μ."""
+    additional: tuple[Tensor, ...]
+    """Expected counts of the additional parts (transitions, …), each ``(*batch, *event)``."""
+    edges: Tensor
+    """Counts of the additional parts of each active structure, flattened, ``(*batch, k, e)``."""
+    iterations: Tensor
+    """How many times the oracle was asked for the best structure, ``(*batch)``, int64."""

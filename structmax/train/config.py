@@ -1,0 +1,141 @@
+"""A run's configuration: a dataclass, a TOML file and a set of command-line flags, all the same.
+
+>>> import tempfile, pathlib
+>>> path = pathlib.Path(tempfile.mkdtemp()) / "config.toml"
+>>> _ = path.write_text(to_toml(TrainConfig(lr=0.01)))
+>>> from_dict(TrainConfig, read_toml(path)).lr
+0.01
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from structmax.train.errors import UserError, near
+
+
+def option(default: Any, help: str) -> Any:
+    """A field of a configuration, with the help text of its flag."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class TrainConfig:
+    """What every run has; a task's own configuration inherits it and adds what is its own.
+
+    >>> TrainConfig(steps=10).steps
+    10
+    """
+
+    seed: int = option(0, "Seed of the data order, the initial weights and the samples.")
+    device: str = option("auto", "cpu, cuda, or auto: cuda where there is one.")
+    amp: bool = option(False, "Compute in bfloat16 where autocast allows it.")
+    steps: int = option(1000, "Train for this many updates; 0: no limit.")
+    minutes: float = option(0.0, "Train for this many minutes, resumed time included; 0: no limit.")
+    batch_size: int = option(64, "Examples per update and worker.")
+    batch_tokens: int = option(0, "At most this many tokens, padding included; 0: no limit.")
+    lr: float = option(1e-3, "Learning rate of the composer, or of everything without a parser.")
+    parser_lr: float | None = option(None, "Learning rate of the parser; the same if not given.")
+    schedule: Literal["constant", "cosine", "linear", "late"] = option(
+        "constant", "How the learning rate falls over the run; late: linearly in the last 40%."
+    )
+    warmup: int = option(0, "Updates over which the learning rate rises from 0.")
+    weight_decay: float = option(0.01, "AdamW's weight decay.")
+    beta2: float = option(0.98, "AdamW's memory of squared gradients.")
+    clip: float = option(1.0, "Largest norm of the gradient of parser and of composer; 0: any.")
+    log_every: int = option(10, "Updates between lines of metrics.")
+    eval_every: int = option(200, "Updates between looks at the validation split.")
+    save_every: int = option(200, "Updates between checkpoints.")
+    patience: int = option(0, "Stop after this many looks without a better result; 0: never.")
+
+    def check(self) -> None:
+        """Raise a UserError for values that make no sense; a task adds its own."""
+        if not self.steps and not self.minutes:
+            raise UserError("a run must end: give --steps or --minutes.")
+        positive = ["batch_size", "log_every", "eval_every", "save_every"]
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ["steps", "minutes", "batch_tokens", "warmup", "clip", "patience"]:
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} must not be negative, got {getattr(self, name)}.")
+
+
+C = TypeVar("C", bound=TrainConfig)
+
+
+def types_of(cls: type[TrainConfig]) -> dict[str, Any]:
+    """The type of every field by name, resolved."""
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+
+
+def from_dict(cls: type[C], values: dict[str, Any], source: str = "the configuration") -> C:
+    """A configuration from names and values; unknown names and wrong types are errors.
+
+    >>> from_dict(TrainConfig, {"step": 5})
+    Traceback (most recent call last):
+    structmax.train.errors.UserError: the configuration has no option 'step'. Did you mean 'steps'?
+    """
+    known = types_of(cls)
+    for name, value in values.items():
+        if name not in known:
+            raise UserError(f"{source} has no option {name!r}. {near(name, known)}")
+        values = {**values, name: _converted(name, value, known[name], source)}
+    config = cls(**values)
+    config.check()
+    return config
+
+
+def _converted(name: str, value: Any, wanted: Any, source: str) -> Any:
+    choices = typing.get_args(wanted)
+    if typing.get_origin(wanted) is Literal:
+        if value not in choices:
+            found = near(str(value), map(str, choices))
+            raise UserError(f"{source}: {name} cannot be {value!r}. {found}")
+        return value
+    if isinstance(wanted, types.UnionType):
+        if value is None:
+            return None
+        wanted = next(t for t in choices if t is not type(None))
+    if wanted is float and type(value) is int:
+        return float(value)
+    if type(value) is not wanted:
+        raise UserError(
+            f"{source}: {name} must be of type {wanted.__name__}, got {value!r} "
+            f"of type {type(value).__name__}."
+        )
+    return value
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The names and values of a TOML file."""
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"there is no file {path}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not TOML: {error}.") from None
+
+
+def to_toml(config: TrainConfig) -> str:
+    """The configuration as TOML, each option under its help text; what is None is left out.
+
+    >>> print(to_toml(TrainConfig()).splitlines()[:2])
+    ['# Seed of the data order, the initial weights and the samples.', 'seed = 0']
+    """
+    lines = []
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if value is not None:
+            # TOML writes numbers, true and false, and strings as JSON does
+            text = json.dumps(value, ensure_ascii=False)
+            lines += [f"# {f.metadata.get('help', '')}", f"{f.name} = {text}"]
+    return "\n".join(lines) + "\n"

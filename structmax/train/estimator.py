@@ -1,0 +1,53 @@
+"""An estimator from one line of text, as a flag or a configuration has it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any
+
+from structmax import estimators
+from structmax.estimators import Estimator
+from structmax.structures.base import Structure
+from structmax.train.errors import UserError, near
+
+
+def estimator_of(text: str, structure: Structure | None = None) -> Estimator:
+    """The estimator ``name`` or ``name:option=value,option=value``, checked against a structure.
+
+    >>> estimator_of("top-k-expectation:k=5")
+    TopKExpectation(k=5)
+    >>> estimator_of("top-k-expectation:n=5")
+    Traceback (most recent call last):
+    structmax.train.errors.UserError: estimator top-k-expectation has no option 'n'. There are: k.
+    """
+    name, _, rest = text.partition(":")
+    if name not in estimators.NAMES:
+        raise UserError(f"there is no estimator {name!r}. {near(name, estimators.NAMES)}")
+    known = list(inspect.signature(estimators.NAMES[name]).parameters)
+    options: dict[str, Any] = {}
+    for pair in filter(None, rest.split(",")):
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise UserError(f"estimator {name}: expected option=value, got {pair!r}.")
+        if key not in known:
+            raise UserError(f"estimator {name} has no option {key!r}. {near(key, known)}")
+        options[key] = _value(value)
+    try:
+        made = estimators.by_name(name, **options)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"estimator {name}: {' '.join(str(error).split())}") from error
+    if structure is not None and not made.applies_to(structure):
+        fitting = [name for name, kind in estimators.NAMES.items() if kind().applies_to(structure)]
+        raise UserError(
+            f"estimator {name} does not work on {type(structure).__name__}, which lacks a query "
+            f"that it needs. These do: {', '.join(fitting)}."
+        )
+    return made
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

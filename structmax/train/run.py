@@ -1,0 +1,81 @@
+"""A run folder: what a run is (options, task, facts), its checkpoints, its numbers.
+
+::
+
+    config.toml         the options
+    task.json           the name of the task and the facts about its data
+    last.safetensors    everything needed to go on
+    best.safetensors    the weights that were best on the validation split
+    metrics.jsonl       a line for every report
+    result.json         the best weights' measures, at the end
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from structmax.train import checkpoint, tasks
+from structmax.train.config import TrainConfig, from_dict, read_toml, to_toml
+from structmax.train.errors import UserError, as_user_error
+from structmax.train.task import Task
+
+FILES = ("config.toml", "task.json", "last.safetensors", "best.safetensors", "metrics.jsonl")
+
+
+def exists(folder: Path) -> bool:
+    """Whether the folder holds a run, finished or not."""
+    return (folder / "task.json").exists()
+
+
+def create(folder: Path, task: Task, config: TrainConfig) -> None:
+    """Make the folder and write what the run is; a run that was there is gone."""
+    with as_user_error():
+        folder.mkdir(parents=True, exist_ok=True)
+    checkpoint.remove_remains(folder)
+    for name in (*FILES, "result.json"):
+        (folder / name).unlink(missing_ok=True)
+    write_options(folder, config)
+    facts = json.dumps({"task": task.name, "facts": task.facts}, indent=1, ensure_ascii=False)
+    checkpoint.write_atomic(folder / "task.json", facts.encode())
+
+
+def write_options(folder: Path, config: TrainConfig) -> None:
+    """Write ``config.toml``."""
+    checkpoint.write_atomic(folder / "config.toml", to_toml(config).encode())
+
+
+def read(folder: Path, **changes: Any) -> tuple[Task, TrainConfig]:
+    """The task of a run and its options, some of them changed."""
+    if not exists(folder):
+        raise UserError(f"{folder} is not a run: there is no {folder / 'task.json'}.")
+    said = json.loads((folder / "task.json").read_text())
+    task = tasks.by_name(said["task"])
+    task.facts = said["facts"]
+    options = {**read_toml(folder / "config.toml"), **changes}
+    return task, from_dict(task.config, options, source=str(folder / "config.toml"))
+
+
+class Trained(NamedTuple):
+    """A run's task, options and best weights, ready to use."""
+
+    task: Task
+    config: TrainConfig
+    model: nn.Module
+    step: int
+
+
+def load(folder: Path, device: torch.device, **changes: Any) -> Trained:
+    """The best weights of a run, in evaluation mode."""
+    task, config = read(folder, **changes)
+    path = folder / "best.safetensors"
+    if not path.exists():
+        raise UserError(f"{folder} has no weights yet: there is no {path}.")
+    tensors, state = checkpoint.load(path)
+    model = task.model(config)
+    checkpoint.load_model(model, checkpoint.within(tensors, "model."), path)
+    return Trained(task, config, model.to(device).eval(), state["step"])

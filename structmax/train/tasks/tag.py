@@ -1,0 +1,322 @@
+"""Tags of words by a linear chain: parts of speech, named entities.
+
+Characters and words feed a BiLSTM, whose states score the tags of a chain, as in Lample et al.,
+"Neural architectures for named entity recognition", NAACL 2016. The losses of the chain compared
+are those of Mensch & Blondel, "Differentiable dynamic programming", ICML 2018, and of Niculae et
+al., "SparseMAP", ICML 2018, next to the classical ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
+
+from structmax import losses
+from structmax.data import columns, conllu, find_data, glove
+from structmax.data.columns import Tagged
+from structmax.smoothing import Gini, Hard, Shannon
+from structmax.structures.linear_chain import LinearChain
+from structmax.train.batches import move
+from structmax.train.config import TrainConfig, option
+from structmax.train.metrics import Ratio
+from structmax.train.task import Splits, Task
+
+LOSSES = {
+    "crf": (losses.crf, Shannon()),
+    "smoothed": (losses.smoothed, Gini()),
+    "perceptron": (losses.perceptron, Hard()),
+    "hinge": (losses.hinge, Hard()),
+    "sparsemap": (losses.sparsemap, Hard()),
+}
+NONE, UNKNOWN = 0, 1  # numbers of words and characters
+MOST_CHARS = 30
+
+
+@dataclass
+class TagConfig(TrainConfig):
+    """The options of ``tag``."""
+
+    steps: int = option(4000, "Train for this many updates; 0: no limit.")
+    batch_size: int = option(32, "Examples per update and worker.")
+    lr: float = option(2e-3, "Learning rate.")
+    schedule: Literal["constant", "cosine", "linear"] = option(
+        "cosine", "How the learning rate falls over the run."
+    )
+    clip: float = option(5.0, "Largest norm of the gradient; 0: any.")
+    tags: Literal["upos", "ner"] = option(
+        "upos", "What to tag: upos of CoNLL-U files, or the spans of CoNLL columns."
+    )
+    corpus: str = option("", "Folder of train, dev and test files; none: a tiny generated set.")
+    data: str = option("", "Folder of data sets; else $STRUCTMAX_DATA, or beside the checkout.")
+    encoding: str = option("utf-8", "Of columns; CoNLL-2002 has latin-1.")
+    vectors: str = option("", "File of word vectors, such as glove/glove6B100d_subset.txt.")
+    loss: Literal["crf", "smoothed", "perceptron", "hinge", "sparsemap"] = option(
+        "crf", "What the chain is trained by; smoothed: by Gini."
+    )
+    transitions: Literal["learned", "none", "random"] = option(
+        "learned", "Of the chain. none: tags are independent of each other; random: kept as drawn."
+    )
+    examples: int = option(300, "Training sentences to generate.")
+    least_count: int = option(2, "Words seen less often have no vector of their own.")
+    word_size: int = option(100, "Size of the words' vectors.")
+    char_size: int = option(50, "Size of the characters' vectors and states.")
+    hidden_size: int = option(200, "Size of the words' states, in each direction.")
+    dropout: float = option(0.4, "Probability of dropout before and after the BiLSTM.")
+    word_dropout: float = option(0.1, "Probability that a training word is taken for unknown.")
+
+
+class Batch(NamedTuple):
+    """Sentences: numbers of words ``(B, n)``, of given vectors, of each word among those spelt out
+    in chars ``(u, m)``; lengths ``(B)``; tags ``(B, n)``, and their names."""
+
+    words: Tensor
+    given: Tensor
+    spelt: Tensor
+    chars: Tensor
+    lengths: Tensor
+    tags: Tensor
+    gold: list[list[str]]
+
+
+class Tagger(nn.Module):
+    """From a batch to its chain of tags."""
+
+    def __init__(self, facts: dict[str, Any], config: TagConfig) -> None:
+        super().__init__()
+        c, char, hidden = len(facts["tags"]), config.char_size, config.hidden_size
+        self.loss, self.smoothing = LOSSES[config.loss]
+        self.words = nn.Embedding(len(facts["words"]) + 2, config.word_size, padding_idx=NONE)
+        self.chars = nn.Embedding(len(facts["chars"]) + 2, char, padding_idx=NONE)
+        self.given = nn.Embedding(len(facts["given"]) + 1, facts["size"], padding_idx=NONE)
+        self.given.weight.requires_grad_(False)
+        self.spell = nn.LSTM(char, char, batch_first=True, bidirectional=True)
+        size = config.word_size + facts["size"] + 2 * char
+        self.context = nn.LSTM(size, hidden, batch_first=True, bidirectional=True)
+        self.dropout, self.word_dropout = nn.Dropout(config.dropout), config.word_dropout
+        self.tags = nn.Linear(2 * hidden, c)
+        learned, spread = config.transitions == "learned", float(config.transitions == "random")
+        self.transition = nn.Parameter(spread * torch.randn(c, c), learned)
+        self.start = nn.Parameter(torch.zeros(c), learned)
+        self.end = nn.Parameter(torch.zeros(c), learned)
+
+    def forward(self, batch: Batch) -> LinearChain:
+        sizes = (batch.chars != NONE).sum(1).cpu()
+        spelt = pack(self.dropout(self.chars(batch.chars)), sizes)
+        _, (last, _) = self.spell(spelt)  # (2, u, char)
+        words = batch.words
+        if self.training:
+            words = words.where(
+                torch.rand(words.shape, device=words.device) >= self.word_dropout, UNKNOWN
+            )
+        own = last.transpose(0, 1).flatten(1)[batch.spelt]  # (B, n, 2·char)
+        inputs = torch.cat([self.words(words), self.given(batch.given), own], -1)
+        states, _ = self.context(pack(self.dropout(inputs), batch.lengths.cpu()))
+        states, _ = pad_packed_sequence(states, batch_first=True)
+        unary = self.tags(self.dropout(states))
+        return LinearChain(
+            unary, self.transition, self.start, self.end, batch.lengths, self.smoothing
+        )
+
+    def soft(self, chain: LinearChain) -> Tensor:
+        """The expected tags ``(B, n, c)`` that the loss compares with the gold ones."""
+        return chain.sparsemap().marginals if self.loss is losses.sparsemap else chain.marginals()
+
+
+def pack(inputs: Tensor, lengths: Tensor) -> Any:
+    return pack_padded_sequence(inputs, lengths, batch_first=True, enforce_sorted=False)
+
+
+class Tag(Task):
+    """Parts of speech or named entities, by a linear chain over a BiLSTM."""
+
+    name = "tag"
+    config = TagConfig
+    metric = "accuracy"
+
+    def data(self, config: TagConfig) -> Splits:
+        if config.tags == "ner":
+            self.metric = "f1"
+        splits = read(config) if config.corpus else generate(config)
+        counts = Counter(word.lower() for sentence in splits.train for word in sentence.words)
+        chars = {char for sentence in splits.train for word in sentence.words for char in word}
+        given: list[str] = []
+        self.vectors = np.zeros((0, 0), np.float32)
+        if config.vectors:
+            given, self.vectors = glove.read(find_data(config.vectors, config.data))
+        self.facts = {
+            "words": sorted(word for word, n in counts.items() if n >= config.least_count),
+            "chars": sorted(chars),
+            "tags": sorted({tag for sentence in splits.train for tag in sentence.tags}),
+            "given": given,
+            "size": self.vectors.shape[1],
+            "spans": config.tags == "ner",
+        }
+        self.__dict__.pop("index", None)
+        return splits
+
+    def model(self, config: TagConfig) -> nn.Module:
+        model = Tagger(self.facts, config)
+        vectors = getattr(self, "vectors", ())  # none where a checkpoint will give them
+        if len(vectors):
+            model.given.weight.data[1:] = torch.from_numpy(vectors)
+        return model
+
+    def size(self, example: Any) -> int:
+        return len(example.words)
+
+    @cached_property
+    def index(self) -> dict[str, dict[str, int]]:
+        """The numbers of words, characters, given vectors and tags."""
+        first = {"words": UNKNOWN + 1, "chars": UNKNOWN + 1, "given": NONE + 1, "tags": 0}
+        return {
+            kind: {name: i for i, name in enumerate(self.facts[kind], start)}
+            for kind, start in first.items()
+        }
+
+    def collate(self, examples: Sequence[Any]) -> Batch:
+        index = self.index
+        words = [[word.lower() for word in example.words] for example in examples]
+        forms = list(dict.fromkeys(word for example in examples for word in example.words))
+        place = {form: i for i, form in enumerate(forms)}
+        return Batch(
+            pad([[index["words"].get(word, UNKNOWN) for word in row] for row in words]),
+            pad([[index["given"].get(word, NONE) for word in row] for row in words]),
+            pad([[place[word] for word in example.words] for example in examples]),
+            pad([[index["chars"].get(c, UNKNOWN) for c in form[:MOST_CHARS]] for form in forms]),
+            torch.tensor([len(row) for row in words]),
+            # unknown tags are not in training data; evaluation goes by name
+            pad([[index["tags"].get(tag, 0) for tag in example.tags] for example in examples]),
+            [example.tags for example in examples],
+        )
+
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        return model.loss(model(batch), batch.tags, reduction="none")
+
+    def evaluate(self, model: Any, batches: Iterable[Batch]) -> dict[str, Ratio | float]:
+        right = words = sentences = choices = 0
+        spans = np.zeros(3, np.int64)
+        seconds = 0.0
+        for batch in batches:
+            start = time.perf_counter()
+            chain = model(batch)
+            found = self._names(chain.argmax_tags(), batch.lengths)
+            seconds += time.perf_counter() - start
+            sentences += len(found)
+            words += int(batch.lengths.sum())
+            choices += int((model.soft(chain) > 0).sum())
+            right += sum(a == b for x, y in zip(found, batch.gold) for a, b in zip(x, y))
+            if self.facts["spans"]:
+                spans += columns.span_counts(found, batch.gold)
+        shared, mine, gold = spans.tolist()
+        f1 = {"f1": Ratio(2 * shared, mine + gold)} if self.facts["spans"] else {}
+        return {
+            **f1,
+            "accuracy": Ratio(right, words),
+            "tags_per_word": Ratio(choices, words),
+            "sentences_per_second": Ratio(sentences, seconds),
+        }
+
+    def _names(self, tags: Tensor, lengths: Tensor) -> list[list[str]]:
+        names = self.facts["tags"]
+        rows = zip(tags.tolist(), lengths.tolist())
+        return [[names[tag] for tag in row[:length]] for row, length in rows]
+
+    def line(self, example: Any) -> str:
+        return " ".join(example.words)
+
+    def predict(self, model: Any, lines: Sequence[str]) -> Iterator[dict[str, Any]]:
+        device = next(model.parameters()).device
+        for line in lines:
+            words = line.split()
+            if not words:
+                raise ValueError("expected words between spaces, got an empty line.")
+            batch = move(self.collate([Tagged(words, [])]), device)
+            chain = model(batch)
+            (tags,) = self._names(chain.argmax_tags(), batch.lengths)
+            yield {
+                "words": words,
+                "tags": tags,
+                "choices": [  # to four places
+                    {name: round(p, 4) for name, p in zip(self.facts["tags"], row) if p > 5e-5}
+                    for row in model.soft(chain)[0].tolist()
+                ],
+                "text": " ".join(f"{word}/{tag}" for word, tag in zip(words, tags)),
+            }
+
+
+def pad(rows: Sequence[Sequence[int]]) -> Tensor:
+    return pad_sequence([torch.tensor(row, dtype=torch.int64) for row in rows], batch_first=True)
+
+
+# -- data -----------------------------------------------------------------------------------------
+
+
+def read(config: TagConfig) -> Splits:
+    """The splits of a corpus: the files of its folder that are named so."""
+    folder = find_data(config.corpus, config.data)
+    spans = config.tags == "ner"
+    files = [p for p in sorted(folder.iterdir()) if spans or ".conllu" in p.name]
+
+    def split(*names: str) -> list[Tagged]:
+        for name in names:
+            for path in files:
+                if name in path.name:
+                    return sentences(path)
+        kind = "columns" if spans else ".conllu files"
+        raise FileNotFoundError(f"there are no {kind} named {' or '.join(names)} in {folder}.")
+
+    def sentences(path: Path) -> list[Tagged]:
+        if not spans:
+            return [Tagged(found.words, found.upos) for found in conllu.read(path)]
+        found = columns.read(path, config.encoding)
+        return [Tagged(words, columns.convert(tags, "iobes")) for words, tags in found]
+
+    return Splits(split("train"), split("dev", "valid", "testa"), split("testb", "test"))
+
+
+def generate(config: TagConfig) -> Splits:
+    """Sentences of a few made-up words.
+
+    Of parts of speech, some words are noun and verb, and only the word before tells; of entities,
+    a name is one or two words after "of", and the first of two is also a common word.
+    """
+    rng = np.random.default_rng(config.seed)
+    stems = ["".join(rng.choice(list("bdgklmnprst"), 3)) + "aeiou"[i % 5] for i in range(30)]
+
+    def pos() -> Tagged:
+        pairs: list[tuple[str, str]] = []
+        for _ in range(rng.integers(1, 4)):
+            if pairs:
+                pairs.append((stems[rng.integers(0, 15)], "VERB"))
+            pairs.append((str(rng.choice(["the", "a"])), "DET"))
+            if rng.random() < 0.4:
+                pairs.append((stems[rng.integers(20, 30)] + "ish", "ADJ"))
+            pairs.append((stems[rng.integers(8, 20)], "NOUN"))
+        return Tagged(*map(list, zip(*pairs)))
+
+    def ner() -> Tagged:
+        pairs: list[tuple[str, str]] = []
+        for _ in range(rng.integers(1, 4)):
+            pairs += [(stems[i], "O") for i in rng.integers(0, 20, rng.integers(1, 4))]
+            pairs.append(("of", "O"))
+            label, end = [("PER", "son"), ("LOC", "ville")][rng.integers(2)]
+            if rng.random() < 0.5:
+                pairs.append((stems[rng.integers(0, 20)], f"B-{label}"))
+                pairs.append((stems[rng.integers(20, 30)] + end, f"E-{label}"))
+            else:
+                pairs.append((stems[rng.integers(20, 30)] + end, f"S-{label}"))
+        return Tagged(*map(list, zip(*pairs)))
+
+    draw = ner if config.tags == "ner" else pos
+    train, valid, test = ([draw() for _ in range(n)] for n in (config.examples, 100, 100))
+    return Splits(train, valid, test)

@@ -1,0 +1,241 @@
+"""The command line: what it prints, its exit codes, and errors of one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("safetensors")
+
+from structmax.cli import main
+from structmax.data import listops
+from structmax.train.metrics import read_log
+
+ROOT = Path(__file__).parent.parent
+TRAIN = """
+train listops --steps 4 --batch-size 8 --eval-every 2 --device cpu --hidden-size 8 --examples 40
+--valid-examples 10 --test-examples 10 --max-depth 4 --max-args 3 --min-length 4 --max-length 12
+""".split()  # noqa: SIM905
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]):
+    """Run a command: exit code, standard output, standard error."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture
+def refused(call):
+    """Run a command that is to end with exit code 2 and one line with these words."""
+
+    def run(*arguments: object, words: list[str]) -> None:
+        code, _, err = call(*arguments)
+        assert code == 2, err
+        said = [line for line in err.splitlines() if line.startswith("structmax: ")]
+        assert len(said) == 1 and err.rstrip().endswith(said[0]), err
+        for word in words:
+            assert word in said[0], said[0]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "listops"
+    assert main([*TRAIN, "--out", str(folder), "--encoder", "cky", "--estimator", "marginals"]) == 0
+    return folder
+
+
+# -- a run from beginning to end ------------------------------------------------------------------
+
+
+def test_train_writes_a_run(trained: Path) -> None:
+    result = json.loads((trained / "result.json").read_text())
+    assert result["steps"] == 4 and 0 <= result["test"]["accuracy"] <= 1
+    for name in ("f1", "f1_left", "gold_right", "gold_balanced", "f1_random"):
+        assert 0 <= result["test"][name] <= 1
+    assert {line["kind"] for line in read_log(trained)} == {"valid"}  # four steps log no loss
+    assert sorted(p.name for p in trained.iterdir() if p.suffix != "") == [
+        "best.safetensors",
+        "config.toml",
+        "last.safetensors",
+        "metrics.jsonl",
+        "result.json",
+        "task.json",
+    ]
+
+
+def test_evaluate(call, trained: Path) -> None:
+    code, out, _ = call("evaluate", trained)
+    measured, result = json.loads(out), json.loads((trained / "result.json").read_text())
+    assert code == 0 and measured["accuracy"] == result["test"]["accuracy"]
+    code, out, _ = call("evaluate", trained, "--split", "valid")
+    assert json.loads(out)["f1"] == pytest.approx(result["valid"]["f1"])
+
+
+def test_predict(call, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["[MAX 2 9 ]", "7", "[SM 1 [MIN 2 3 ] 4 ]"]
+    (tmp_path / "in.txt").write_text("\n".join(lines))
+    code, out, _ = call("predict", trained, tmp_path / "in.txt", "--format", "json")
+    found = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and [" ".join(one["words"]) for one in found] == lines
+    assert [len(one["spans"]) for one in found] == [3, 0, 7]
+    assert found[0]["gold"] == [[0, 1], [0, 2], [0, 3]]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    code, out, _ = call("predict", trained)
+    assert code == 0 and [line.split(" = ")[0] for line in out.splitlines()] == [
+        str(one["value"]) for one in found
+    ]
+
+
+def test_show(call, trained: Path, tmp_path: Path) -> None:
+    code, out, _ = call(
+        "show", trained, "--count", 2, "--html", tmp_path / "a" / "p.html", "--svg", tmp_path / "s"
+    )
+    assert code == 0 and out.count("┬") >= 2 and "└─ ]" in out
+    assert (tmp_path / "a" / "p.html").read_text().count("<svg") == 2
+    assert sorted(p.name for p in (tmp_path / "s").iterdir()) == ["0.svg", "1.svg"]
+
+
+def test_resume_and_fresh(call, refused, trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert call("train", "toy", "--steps", 3, "--out", out)[0] == 0
+    refused("train", "toy", "--out", out, words=["--resume", "--fresh"])
+    refused("train", "toy", "--out", out, "--resume", "--fresh", words=["exclude"])
+    code, text, _ = call("train", "toy", "--out", out, "--resume", "--steps", 5)
+    assert code == 0 and json.loads(text)["steps"] == 5
+    assert "steps = 5" in (out / "config.toml").read_text()
+    code, text, _ = call("train", "toy", "--out", out, "--fresh", "--steps", 2)
+    assert code == 0 and json.loads(text)["steps"] == 2
+    refused("train", "toy", "--out", trained, "--resume", words=["listops", "not of 'toy'"])
+
+
+def test_config_file(call, refused, tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text("steps = 2\nwords = 3\n")
+    code, out, _ = call("train", "toy", "--config", path, "--out", tmp_path / "r", "--words", 5)
+    assert code == 0 and json.loads(out)["steps"] == 2
+    assert "words = 5" in (tmp_path / "r" / "config.toml").read_text()
+    path.write_text("step = 2\n")
+    flags = ["train", "toy", "--config", path, "--out", tmp_path / "q"]
+    refused(*flags, words=["c.toml", "'step'", "Did you mean 'steps'"])
+    assert not (tmp_path / "q").exists()
+
+
+# -- bad input: one line, exit code 2, nothing written --------------------------------------------
+
+
+def test_near_names(refused, tmp_path: Path) -> None:
+    refused("train", "lisops", words=["lisops", "Did you mean 'listops'"])
+    refused("trian", "listops", words=["trian", "train"])
+    refused("train", "listops", "--stepps", 3, words=["--stepps", "--steps"])
+    refused("structures", "LinearChian", words=["LinearChian", "Did you mean 'LinearChain'"])
+    refused("estimators", "spigt", words=["spigt", "Did you mean 'spigot'"])
+    new = [*TRAIN, "--out", tmp_path / "new"]
+    refused(*new, "--estimator", "spigt", words=["spigt", "Did you mean 'spigot'"])
+    refused(*new, "--estimator", "spigot:stp=1", words=["'stp'", "Did you mean 'step'"])
+    refused(*new, "--estimator", "spigot", words=["EasyFirst", "These do:", "reinforce"])
+    refused(*new, "--encoder", "esay-first", words=["esay-first", "easy-first"])
+    refused(*new, "--steps", "many", words=["--steps", "integer"])
+    assert not (tmp_path / "new").exists()
+
+
+def test_broken_data(refused, trained: Path, tmp_path: Path) -> None:
+    path = tmp_path / "train.tsv"
+    listops.write(path, listops.generate(20, max_depth=3))
+    path.write_text(path.read_text() + "x\t( [MAX 1 )\n")
+    new = [*TRAIN, "--out", tmp_path / "new", "--train-file", path]
+    refused(*new, words=["train.tsv:21", "label must be a digit"])
+    refused(*TRAIN, "--out", tmp_path / "new", "--test-file", "no.tsv", words=["no.tsv", "--data"])
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "in.txt").write_text("[MAX 2 9 ]\n[MAX 2 9\n")
+    refused("predict", trained, tmp_path / "in.txt", words=["in.txt, line 2", "never closed"])
+    refused("predict", trained, tmp_path / "none.txt", words=["none.txt"])
+
+
+def test_bad_runs(refused, trained: Path, tmp_path: Path) -> None:
+    for command in ("evaluate", "predict", "show"):
+        refused(command, tmp_path / "none", "--device", "cpu", words=["none is not a run"])
+    flags = ["train", "listops", "--out", trained, "--resume", "--hidden-size", 16]
+    before = (trained / "config.toml").read_text()
+    refused(*flags, words=["another model", "there and", "here"])
+    assert (trained / "config.toml").read_text() == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_asked_but_absent(refused, trained: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    refused("train", "toy", "--device", "cuda", "--out", new, words=["cuda", "--device cpu"])
+    refused("evaluate", trained, "--device", "cuda", words=["cuda", "--device cpu"])
+    assert not new.exists()
+
+
+# -- the rest -------------------------------------------------------------------------------------
+
+
+def test_lists(call) -> None:
+    for command, word in [("tasks", "listops"), ("structures", "KSubset"), ("estimators", "imle")]:
+        code, out, _ = call(command)
+        assert code == 0 and word in out
+    assert "A head for each word" in call("structures", "DependencyTree")[1]
+    assert call("estimators", "spigot")[1].startswith("spigot\n")
+
+
+def test_help(call) -> None:
+    code, out, _ = call("--help")
+    assert code == 0 and all(name in out for name in ("train", "predict", "doctor"))
+    code, out, _ = call("train", "listops", "--help")
+    assert code == 0 and "--hidden-size" in out and "--save-every" in out
+    assert call()[0] == 2
+
+
+def test_doctor(call) -> None:
+    code, out, _ = call("doctor")
+    assert code == 0 and "compile and agree" in out and torch.__version__ in out
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_save_and_exit(tmp_path: Path, number: int, code: int) -> None:
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "structmax", "train", "toy", "--steps", "1000000"]
+    process = subprocess.Popen(
+        [*command, "--log-every", "1", "--device", "cpu", "--out", str(out)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until = time.monotonic() + 120
+    while not read_log(out) and time.monotonic() < until:
+        time.sleep(0.1)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert "Traceback" not in err and "--resume" in err.splitlines()[-1]
+    assert (out / "last.safetensors").exists() and not list(out.glob(".*.tmp"))
+
+
+def test_without_the_extra() -> None:
+    """``import structmax`` needs nothing optional; the command says what to install."""
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['typer', 'rich', 'safetensors']));"
+        "import structmax; from structmax.__main__ import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "pip install 'structmax[cli]'" in done.stderr

@@ -1,0 +1,504 @@
+"""The trainer: exact resume, many workers, early stopping, checkpoints, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("safetensors")
+
+from structmax.train import Trainer, UserError, checkpoint, run, tasks
+from structmax.train.batches import move, tensors
+from structmax.train.config import TrainConfig, from_dict, read_toml, to_toml
+from structmax.train.distributed import Workers, choose_device
+from structmax.train.metrics import GradientVariance, read_log
+from structmax.train.progress import Progress
+from structmax.train.tasks.toy import Toy, ToyConfig
+
+ROOT = Path(__file__).parent.parent
+CPU = Workers(torch.device("cpu"))
+
+
+def config(**changes) -> ToyConfig:
+    small = {"steps": 12, "batch_size": 16, "log_every": 1, "eval_every": 5, "save_every": 4}
+    return ToyConfig(**{**small, "examples": 64, **changes})
+
+
+def fit(folder: Path, resume: bool = False, task: Toy | None = None, **changes) -> dict:
+    return Trainer(task or Toy(), config(**changes), folder, resume, silent=True).fit()
+
+
+def curve(folder: Path) -> list[dict]:
+    """The lines of metrics without the time they took."""
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in read_log(folder)]
+
+
+# -- resuming ------------------------------------------------------------------------------------
+
+KILL = """
+import os, signal, sys
+from pathlib import Path
+from structmax.train import Trainer, checkpoint
+sys.path.insert(0, "tests")
+from test_train import config, Toy
+folder, last, while_saving = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "saving"
+
+def die(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class Doomed(Trainer):
+    def _update(self, examples):
+        if self.step == last:
+            if not while_saving:
+                die()
+            os.replace = die
+        super()._update(examples)
+
+Doomed(Toy(), config(), folder, silent=True).fit()
+"""
+
+
+def killed(folder: Path, step: int, moment: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILL, str(folder), str(step), moment], cwd=ROOT, timeout=120
+    )
+    assert done.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("moment", ["training", "saving"])
+def test_killed_and_resumed_is_the_same_run(tmp_path: Path, moment: str) -> None:
+    """kill -9 at any step, even while a checkpoint is written; then bit for bit the same curve."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    result = fit(whole)
+    killed(broken, random.SystemRandom().randrange(1, 11), moment)
+    remains = list(broken.glob(".*.tmp"))
+    assert bool(remains) == (moment == "saving")
+    again = fit(broken, resume=True)
+    assert curve(broken) == curve(whole)
+    assert {**again, "minutes": 0} == {**result, "minutes": 0}
+    assert not list(broken.glob(".*.tmp"))
+    for name in ("last", "best"):
+        mine, _ = checkpoint.load(whole / f"{name}.safetensors")
+        theirs, _ = checkpoint.load(broken / f"{name}.safetensors")
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", range(0, 12))
+def test_killed_at_every_step(tmp_path: Path, step: int) -> None:
+    fit(tmp_path / "whole")
+    killed(tmp_path / "broken", step, "training")
+    fit(tmp_path / "broken", resume=True)
+    assert curve(tmp_path / "broken") == curve(tmp_path / "whole")
+
+
+def test_a_finished_run_resumes_to_its_result_and_beyond(tmp_path: Path) -> None:
+    first = fit(tmp_path)
+    assert fit(tmp_path, resume=True) == first
+    assert fit(tmp_path, resume=True, steps=20)["steps"] == 20
+    assert [line["step"] for line in curve(tmp_path) if line["kind"] == "train"] == [*range(1, 21)]
+
+
+def test_sigterm_saves(tmp_path: Path) -> None:
+    from structmax.train.signals import Stopped
+
+    class Told(Trainer):
+        def _update(self, examples):
+            if self.step == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+            super()._update(examples)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped) as stopped:
+        Told(Toy(), config(save_every=100), tmp_path / "told", silent=True).fit()
+    assert stopped.value.number == signal.SIGTERM and stopped.value.step == 7
+    assert signal.getsignal(signal.SIGTERM) == before
+    fit(tmp_path / "told", resume=True)
+    fit(tmp_path / "whole")
+    assert curve(tmp_path / "told") == curve(tmp_path / "whole")
+
+
+# -- many workers --------------------------------------------------------------------------------
+
+WORKER = """
+import os, signal, sys
+from structmax.train import Trainer
+from structmax.__main__ import main
+doomed = int(os.environ["DOOMED"])
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+
+def update(self, examples, before=Trainer._update):
+    if first and self.step == doomed and self.workers.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    before(self, examples)
+
+Trainer._update = update
+main()
+"""
+
+
+def torchrun(tmp_path: Path, *arguments: str, doomed: int = -1) -> subprocess.CompletedProcess[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    where = ["--master-addr=127.0.0.1", f"--master-port={port}", str(script)]
+    return subprocess.run(
+        [sys.executable, *launch, *where, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DOOMED": str(doomed), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+FLAGS = "train toy --device cpu --dropout 0 --steps 12 --log-every 1 --eval-every 5 --save-every 4"
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in curve(folder) if line["kind"] == "train"]
+
+
+def test_two_workers_are_one_with_twice_the_batch(tmp_path: Path) -> None:
+    flags = [*FLAGS.split(), "--examples", "70", "--out"]
+    done = torchrun(tmp_path, *flags, str(tmp_path / "two"), "--batch-size", "8")
+    assert done.returncode == 0, done.stderr
+    fit(tmp_path / "one", dropout=0.0, examples=70)
+    two, one = losses(tmp_path / "two"), losses(tmp_path / "one")
+    assert len(two) == 12 and torch.allclose(torch.tensor(two), torch.tensor(one), rtol=1e-4)
+    valid = [
+        [line["accuracy"] for line in curve(tmp_path / name) if line["kind"] == "valid"]
+        for name in ("one", "two")
+    ]
+    assert torch.allclose(*map(torch.tensor, valid), atol=1e-2)
+    assert json.loads(done.stdout)["steps"] == 12  # only one worker speaks
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_restarted_and_the_run_completes(tmp_path: Path) -> None:
+    flags = [*FLAGS.split(), "--batch-size", "8", "--out"]
+    done = torchrun(tmp_path, *flags, str(tmp_path / "killed"), doomed=6)
+    assert done.returncode == 0, done.stderr
+    assert "SIGKILL" in done.stderr or "exitcode: -9" in done.stderr or "-9" in done.stderr
+    whole = torchrun(tmp_path, *flags, str(tmp_path / "whole"))
+    assert whole.returncode == 0, whole.stderr
+    assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
+
+
+# -- learning ------------------------------------------------------------------------------------
+
+
+def test_toy_learns_and_logs(tmp_path: Path) -> None:
+    result = fit(tmp_path, steps=150, examples=256, eval_every=50, log_every=10)
+    assert result["test"]["accuracy"] > 0.9
+    lines = [line for line in curve(tmp_path) if line["kind"] == "train"]
+    assert lines[-1]["loss"] < lines[0]["loss"] / 2
+    for group in ("parser", "composer"):
+        assert lines[0][f"grad_variance/{group}"] > 0 and lines[0][f"grad_norm/{group}"] > 0
+
+
+def test_early_stopping_keeps_the_best(tmp_path: Path) -> None:
+    class Worse(Toy):
+        calls = 0
+
+        def evaluate(self, model, batches):
+            self.calls += 1
+            return {"accuracy": 1.0 / self.calls}
+
+    result = fit(tmp_path, task=Worse(), steps=1000, patience=2, eval_every=3)
+    assert result["steps"] == 9 and result["best_step"] == 3
+    _, state = checkpoint.load(tmp_path / "best.safetensors")
+    assert state["accuracy"] == 1.0
+
+
+def test_groups_have_their_own_rates(tmp_path: Path) -> None:
+    start = Toy().model(config())
+    frozen = Trainer(Toy(), config(parser_lr=0.0, weight_decay=0.0), tmp_path, silent=True)
+    before = {n: p.clone() for n, p in frozen.model.named_parameters()}
+    frozen.fit()
+    tensors, _ = checkpoint.load(tmp_path / "last.safetensors")
+    for name in dict(start.named_parameters()):
+        same = torch.equal(before[name], tensors[f"model.{name}"])
+        assert same == name.startswith("chain.")
+
+
+def test_replays_update_the_parser_alone(tmp_path: Path) -> None:
+    class Replayed(Toy):
+        seen: list[bool]
+
+        def replays(self, model):
+            return 3
+
+        def replay(self, model, batch):
+            self.seen.append(True)
+            return self.loss(model, batch)
+
+    task = Replayed()
+    task.seen = []
+    fit(tmp_path, task=task, steps=2)
+    assert len(task.seen) == 6
+    tensors, _ = checkpoint.load(tmp_path / "last.safetensors")
+    updates = {n: int(t) for n, t in tensors.items() if n.startswith("opt") and n.endswith("step")}
+    assert {v for n, v in updates.items() if ".parser." in n} == {8}
+    assert {v for n, v in updates.items() if ".composer." in n} == {2}
+
+
+def test_minutes_end_a_run(tmp_path: Path) -> None:
+    assert 0 < fit(tmp_path, steps=0, minutes=0.005, schedule="cosine")["steps"] < 10_000
+
+
+def test_amp_trains(tmp_path: Path) -> None:
+    fit(tmp_path, amp=True)
+    assert all(math.isfinite(loss) for loss in losses(tmp_path))
+
+
+def test_nan_stops_and_keeps_the_batch(tmp_path: Path) -> None:
+    class Bad(Toy):
+        updates = 0
+
+        def loss(self, model, batch):
+            self.updates += 1
+            return super().loss(model, batch) * (math.nan if self.updates == 7 else 1.0)
+
+    with pytest.raises(UserError, match=r"update 7 is not finite.*bad_batch") as caught:
+        fit(tmp_path, task=Bad())
+    assert "\n" not in str(caught.value)
+    batch, state = checkpoint.load(tmp_path / "bad_batch.0.safetensors")
+    task = Toy()
+    data = task.data(config()).train
+    wanted = task.collate([data[i] for i in state["examples"]])
+    assert state["step"] == 7 and torch.equal(batch["batch.words"], wanted["words"])
+    assert checkpoint.load(tmp_path / "last.safetensors")[1]["step"] == 4
+    fit(tmp_path, resume=True)  # the checkpoint is from before
+
+
+# -- checkpoints ---------------------------------------------------------------------------------
+
+
+def test_checkpoint_of_another_model(tmp_path: Path) -> None:
+    fit(tmp_path)
+    with pytest.raises(UserError, match=r"another model: embed.0.weight is \(5, 16\) there and"):
+        fit(tmp_path, resume=True, dim=8)
+    weights, _ = checkpoint.load(tmp_path / "best.safetensors")
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(UserError, match="is only in the model"):
+        checkpoint.load_model(model, {"weight": torch.zeros(2, 2)}, tmp_path)
+    with pytest.raises(UserError, match="is only in the checkpoint"):
+        checkpoint.load_model(model, {**model.state_dict(), "a": torch.zeros(1)}, tmp_path)
+
+
+def test_checkpoint_of_another_task(tmp_path: Path) -> None:
+    class Other(Toy):
+        name = "other"
+
+    fit(tmp_path)
+    with pytest.raises(UserError, match="checkpoint of task 'toy'"):
+        fit(tmp_path, resume=True, task=Other())
+
+
+def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(UserError, match="not a checkpoint"):
+        checkpoint.load(tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match="there is no checkpoint"):
+        checkpoint.load(tmp_path / "b.safetensors")
+    with pytest.raises(UserError, match="is not a run"):
+        run.read(tmp_path)
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+import torch
+from structmax.train import UserError, checkpoint
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+path = Path(sys.argv[1]) / "a.safetensors"
+checkpoint.save(path, {"x": torch.zeros(10)}, {"step": 1})
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+try:
+    checkpoint.save(path, {"x": torch.zeros(10_000)}, {"step": 2})
+except UserError as error:
+    print(error)
+print(checkpoint.load(path)[1]["step"], *[p.name for p in path.parent.iterdir()])
+"""
+
+
+def test_full_disk(tmp_path: Path) -> None:
+    """A write that fails half-way leaves the file that was there, and nothing else."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, cwd=ROOT
+    )
+    message, rest = done.stdout.splitlines()
+    assert "cannot write" in message and "unharmed" in message
+    assert rest == "1 a.safetensors"
+
+
+def test_random_states_come_back() -> None:
+    import numpy as np
+
+    state = json.loads(json.dumps(checkpoint.random_state(CPU.device)))
+
+    def draws():
+        return random.random(), random.gauss(0, 1), np.random.rand(), torch.rand(3).tolist()  # noqa: NPY002
+
+    first = draws()
+    draws()
+    checkpoint.restore_random_state(state, CPU.device)
+    assert draws() == first
+
+
+def test_gradient_variance_is_the_sample_variance() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2, 2))]
+    gradients = torch.randn(5, 7)
+    watch = GradientVariance(parameters)
+    for g in gradients:
+        parameters[0].grad, parameters[1].grad = g[:3].clone(), g[3:].reshape(2, 2).clone()
+        watch.add()
+    found = watch.read()
+    assert found["grad_variance"] == pytest.approx(gradients.var(0).sum().item(), rel=1e-4)
+    assert found["grad_norm"] == pytest.approx(gradients.square().sum(1).mean().sqrt().item())
+
+
+# -- configurations ------------------------------------------------------------------------------
+
+
+def test_config_goes_through_toml(tmp_path: Path) -> None:
+    odd = ToyConfig(lr=1e-5, parser_lr=3.0, schedule="cosine", device='a "quoted" ü\n', amp=True)
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(odd))
+    assert from_dict(ToyConfig, read_toml(path)) == odd
+    path.write_text(to_toml(TrainConfig()))  # None is left out
+    assert from_dict(TrainConfig, read_toml(path)) == TrainConfig()
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"stepps": 3}, ["'stepps'", "Did you mean 'steps'"]),
+        ({"steps": "many"}, ["steps must be of type int", "'many'"]),
+        ({"steps": True}, ["steps must be of type int"]),
+        ({"schedule": "cosin"}, ["schedule cannot be 'cosin'", "Did you mean 'cosine'"]),
+        ({"steps": 0}, ["--steps or --minutes"]),
+        ({"batch_size": 0}, ["batch_size must be at least 1"]),
+        ({"clip": -1.0}, ["clip must not be negative"]),
+        ({"words": 1}, ["two words"]),
+    ],
+)
+def test_bad_options(values: dict, words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        from_dict(ToyConfig, values)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_bad_toml(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("steps =")
+    with pytest.raises(UserError, match="is not TOML"):
+        read_toml(tmp_path / "c.toml")
+    with pytest.raises(UserError, match="there is no file"):
+        read_toml(tmp_path / "d.toml")
+
+
+def test_devices() -> None:
+    with pytest.raises(UserError, match="device must be cpu, cuda or auto, got 'gpu'"):
+        choose_device("gpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match=r"finds no CUDA device. Use --device cpu"):
+            choose_device("cuda")
+
+
+# -- small parts ---------------------------------------------------------------------------------
+
+
+def test_tasks_have_what_the_command_line_needs() -> None:
+    for name in tasks.names():
+        task = tasks.by_name(name)
+        assert task.name == name and task.__doc__ and task.metric
+        from dataclasses import fields
+
+        for field in fields(task.config):
+            assert field.metadata["help"].endswith("."), f"{name}: {field.name} has no help"
+
+
+def test_batches_move_and_flatten() -> None:
+    from typing import NamedTuple
+
+    class Pair(NamedTuple):
+        x: torch.Tensor
+        y: list
+
+    batch = {"a": Pair(torch.zeros(2), [torch.ones(1), "text"]), "b": 3}
+    moved = move(batch, torch.device("meta"))
+    assert moved["a"].x.device.type == moved["a"].y[0].device.type == "meta"
+    assert moved["a"].y[1] == "text" and moved["b"] == 3
+    assert sorted(tensors(batch)) == ["batch.a.x", "batch.a.y.0"]
+
+
+def test_progress_in_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress("toy", seconds_between=0.0)
+    progress.update(1, 0.1, "loss 2")
+    progress.update(2, 0.2, "loss 1")
+    progress.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("toy: step 1") and "20% done" in lines[1] and "left" in lines[1]
+
+
+# -- listops -------------------------------------------------------------------------------------
+
+
+def small(**changes):
+    from structmax.train.tasks.listops import ListOpsConfig
+
+    sizes = {"examples": 48, "valid_examples": 12, "test_examples": 12, "hidden_size": 8}
+    grammar = {"max_depth": 4, "max_args": 3, "min_length": 4, "max_length": 12}
+    often = {"batch_size": 16, "log_every": 1, "eval_every": 10, "save_every": 2}
+    return ListOpsConfig(**{**sizes, **grammar, **often, **changes})
+
+
+@pytest.mark.parametrize(
+    ("encoder", "estimator"),
+    [
+        ("spinn", "ppo:updates=2,baseline=ema,normalize=true"),
+        ("easy-first", "top-k-expectation:k=2"),
+        ("easy-first", "gumbel-straight-through"),
+        ("spinn", "supervised"),
+        ("cky", "spigot"),
+    ],
+)
+def test_listops_resumes_with_any_estimator(tmp_path: Path, encoder: str, estimator: str) -> None:
+    """The running moments of an estimator are in the checkpoint too."""
+    chosen = {"encoder": encoder, "estimator": estimator, "dropout": 0.1}
+
+    def fit(name: str, steps: int) -> None:
+        task = tasks.by_name("listops")
+        Trainer(task, small(steps=steps, **chosen), tmp_path / name, True, silent=True).fit()
+
+    fit("whole", 5)
+    fit("parts", 2)
+    fit("parts", 5)
+    kept = [[x for x in curve(tmp_path / n) if x["kind"] == "train"] for n in ("whole", "parts")]
+    assert len(kept[0]) == 5 and kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("encoder", ["lstm", "gold", "random", "chart"])
+def test_listops_without_latent_trees(tmp_path: Path, encoder: str) -> None:
+    task = tasks.by_name("listops")
+    config = small(steps=3, encoder=encoder, amp=encoder == "gold")
+    result = Trainer(task, config, tmp_path, silent=True).fit()
+    assert ("f1" in result["test"]) == (encoder != "lstm")
+    if encoder == "gold":
+        assert result["test"]["f1"] == 1.0
