@@ -122,10 +122,11 @@ def diagnose(
     samples: int = 200,
     generator: torch.Generator | None = None,
 ) -> Diagnosis:
-    """The gradient of each estimator against the exact gradient of its own objective.
+    """The gradient of each estimator against the exact gradient of its kind of objective.
 
     That is ∇E[L(z)] or ∇L(E[z]), by enumeration, with E under the structure's own distribution.
-    L(argmax) has no gradient almost everywhere: its estimators are compared with both. Gradients
+    Estimators of another distribution (a sparse, truncated or perturbed one) are biased for it by
+    that much: this is not the gradient of their own. L(argmax) has no gradient almost everywhere: its estimators are compared with both. Gradients
     are those of the loss, summed over the batch, in every score of the structure. With g* the exact
     one and g the estimate, over ``samples`` repetitions,
 

@@ -26,7 +26,12 @@ HARD, SHANNON, TSALLIS = 0, 1, 2  # the codes that kernels switch on
 
 @dataclass(frozen=True)
 class Smoothing:
-    """Base class: γ Ω, with ``max`` and ``argmax`` along the last dimension."""
+    """Base class: γ Ω, with ``max`` and ``argmax`` along the last dimension.
+
+    >>> import torch, structmax as sx
+    >>> sx.Gini().argmax(torch.tensor([-2.0, 0.0, 0.5]))
+    tensor([0.0000, 0.2500, 0.7500])
+    """
 
     gamma: float = 1.0
 

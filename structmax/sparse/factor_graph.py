@@ -52,7 +52,7 @@ class FactorGraph:
     - ``marginals()``: belief propagation, exact where the graph is a tree, otherwise the loopy
       approximation, after a number of rounds, through which gradients flow.
 
-    A best assignment of three workers to four jobs, worker 0 and job 0 being of no use together:
+    Three workers and four jobs; if worker 0 takes job 1, worker 1 does not take job 2:
 
     >>> import structmax as sx
     >>> graph = sx.FactorGraph()

@@ -42,6 +42,11 @@ class SparseMAPResult:
     unique. The distribution need not be: several may have this mean, and ``probs`` is one of them,
     over structures none of which is an affine combination of the others (by ``"active-set"``). Its
     derivatives are those with the active structures held fixed.
+
+    >>> import torch, structmax as sx
+    >>> result = sx.Choice(torch.tensor([-2.0, 0.0, 0.5])).sparsemap()
+    >>> result.marginals, result.num_active
+    (tensor([0.0000, 0.2500, 0.7500]), tensor(2))
     """
 
     marginals: Tensor

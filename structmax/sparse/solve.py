@@ -125,6 +125,12 @@ def projection(structure: PartStructure, point: Tensor, **options: Any) -> Spars
     ``point`` is ``(..., *batch, *parts)``, over the primary parts; ``options`` are those of
     ``Structure.sparsemap``. Additional parts (transitions, …) do not count, but what is forbidden
     (−inf) stays forbidden. Differentiable in the point.
+
+    >>> import structmax as sx
+    >>> result = projection(sx.KSubset(torch.zeros(3), 2), torch.tensor([1.0, 0.5, 0.5]))
+    >>> result.structures, result.probs
+    (tensor([[1., 1., 0.],
+            [1., 0., 1.]]), tensor([0.5000, 0.5000]))
     """
     event = len(structure.event_shape)
     if not isinstance(point, Tensor) or not point.is_floating_point():

@@ -51,7 +51,13 @@ class Ranked(NamedTuple):
 
 
 class IntractableError(NotImplementedError):
-    """A query that has no efficient algorithm; the message names what to use instead."""
+    """A query that has no efficient algorithm; the message names what to use instead.
+
+    >>> import structmax as sx
+    >>> sx.Assignment(torch.zeros(20, 20)).marginals()
+    Traceback (most recent call last):
+    structmax.structures.base.IntractableError: ...
+    """
 
 
 class Structure(Distribution):
