@@ -126,8 +126,9 @@ def diagnose(
 
     That is ∇E[L(z)] or ∇L(E[z]), by enumeration, with E under the structure's own distribution.
     Estimators of another distribution (a sparse, truncated or perturbed one) are biased for it by
-    that much: this is not the gradient of their own. L(argmax) has no gradient almost everywhere: its estimators are compared with both. Gradients
-    are those of the loss, summed over the batch, in every score of the structure. With g* the exact
+    that much: this is not the gradient of their own. L(argmax) has no gradient almost everywhere:
+    its estimators are compared with both. Gradients are those of the loss, summed over the batch,
+    in every score of the structure. With g* the exact
     one and g the estimate, over ``samples`` repetitions,
 
         bias = ‖E g − g*‖/‖g*‖,   variance = E‖g − E g‖²/‖g*‖²,   cosine of E g and g*.
