@@ -124,3 +124,38 @@ def test_validation_on_the_device() -> None:
         sx.LinearChain(scores, torch.zeros(2, 2, device="cuda"))
     with pytest.raises(ValueError, match="transition is on cpu but unary is on cuda"):
         sx.LinearChain(scores, torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("encoder", ["easy-first", "spinn"])
+def test_recorded_searches_find_what_steps_find(encoder: str) -> None:
+    from structmax.data import collate, listops
+    from structmax.nn.classifier import TreeClassifier
+    from structmax.structures import captured
+
+    torch.manual_seed(0)
+    model = TreeClassifier(len(listops.VOCABULARY), 10, encoder, hidden_size=16).cuda()
+    batches = [collate(listops.generate(20, seed, max_length=40)) for seed in range(6)]
+    for _ in range(2):
+        for batch in batches:
+            tokens, lengths = batch.tokens.cuda(), batch.lengths.cuda()
+            found = []
+            for can in (True, False):
+                type(model.encoder).can_capture = can
+                structure = model.structure(tokens, lengths)
+                best, greedy = structure.beam(3), structure.greedy()
+                found.append((best.z, best.log_prob, greedy.z, greedy.log_prob))
+            type(model.encoder).can_capture = True
+            for a, b in zip(*found):
+                torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+        with torch.no_grad():  # recordings read the weights as they are now
+            for p in model.parameters():
+                p.add_(0.1 * torch.randn_like(p))
+    recordings = captured._of_policies[model.encoder]
+    assert recordings.made
+    longest = lengths.argmax(0, keepdim=True)
+    structure = model.structure(tokens[longest], lengths[longest])
+    draws = torch.cat([structure.sample((200,)) for _ in range(4)])  # recorded at the second
+    assert any(key[1] == ("sample", 200) for key in recordings.made)
+    assert len({tuple(z.flatten().nonzero().flatten().tolist()) for z in draws[-200:]}) > 50
+    first = draws[:, 0, 0].mean(0), structure.sample((3200,))[:, 0, 0].mean(0)
+    assert (first[0] - first[1]).abs().max() < 5 / math.sqrt(800)

@@ -495,6 +495,18 @@ def test_gpu_in_tiles(row: Row, short_tiles: None) -> None:
     compare(ours, values_and_gradients(row, x, "cpu"), f32)
 
 
+@pytest.mark.parametrize("alpha", [2.5, 3.0, 10.0])
+def test_gpu_search_among_few(alpha: float) -> None:
+    x = randn(6, 1500, seed=3).to(f32)
+    x[1] = 0.0  # these two have more candidates than fit
+    x[2, :300] = 5 + 1e-4 * x[2, :300]
+    x[3], x[4, 1:] = -torch.inf, -torch.inf
+    x[5] = x[5] / 100
+    with sx.backend("gpu"):
+        p = sx.entmax(x.to(DEVICE), alpha).cpu()
+    torch.testing.assert_close(p, sx.entmax(x, alpha), atol=2e-7, rtol=1e-5)
+
+
 def test_alpha_of_each_row_in_tiles(short_tiles: None) -> None:
     check_alphas("gpu", extreme(f32)[[0, 1, 6, 7, 8]], [1.0, 1.3, 2.0, 3.0, 1.05])
 

@@ -309,6 +309,40 @@ def test_roots_do_not_depend_on_how_trees_were_found(name, tracking):
     torch.testing.assert_close(policy.root(lists.rollout(z, items).state), each)
 
 
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("name", ["easy-first", "spinn", "tracking"])
+def test_replays_are_steps(name, cell, monkeypatch):
+    """What a policy makes of known actions at once is what it makes of them step by step."""
+    torch.manual_seed(0)
+    make, kind = POLICIES["spinn" if name == "tracking" else name][:2]
+    policy = make(4, cell, **({"tracking": True} if name == "tracking" else {})).double()
+    lengths = torch.tensor([7, 1, 4, 2, 7])
+    x = padded(policy.state_size, lengths)
+    found, items = kind(policy, x, lengths).beam(3), torch.arange(5).repeat_interleave(3)
+    drawn = kind(policy, x, lengths)
+    z = drawn.sample((2,))  # replayed, and kept
+    assert found.log_prob.isinf().sum() == 4  # of the items of one and of two leaves
+    found = found._replace(log_prob=found.log_prob.clamp(min=-1e9))
+    roots = [policy.root(found.state), policy.root(drawn.rollout(z).state)]
+    total = [found.log_prob.flatten(), drawn.log_prob(z).flatten()]
+    at_once = torch.cat([torch.cat(roots), torch.cat(total)[:, None]], 1)
+
+    monkeypatch.setattr(type(policy), "can_replay", False)
+    structure = kind(policy, x, lengths)
+    items = torch.cat([items, torch.arange(5).repeat(2)])
+    every = torch.cat([found.z.flatten(0, 1), z.flatten(0, 1)])
+    steps = structure.rollout(every, items)
+    log_prob = torch.where(at_once[:, -1] == -1e9, -1e9, steps.log_prob)
+    by_steps = torch.cat([policy.root(steps.state), log_prob[:, None]], 1)
+    same(policy, x, at_once, by_steps)
+
+
+def test_no_replay_while_dropping_out():
+    policy = EasyFirstTreeLSTM(4, "gated", dropout=0.5)
+    assert not policy.can_replay
+    assert policy.eval().can_replay
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_straight_through_actions_have_the_gradient_of_the_mixture(name):
     make, structure, _, form = POLICIES[name]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 LARGEST = 16384  # the longest row that is kept on chip
 TILE = 4096  # of a longer one
+FEW = 32  # entries that a warp searches among by itself
 INF = tl.constexpr(float("inf"))
 PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
 SOFTMAX, HALF, SPARSEMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -211,31 +212,17 @@ def root(p, degree: tl.constexpr):
 
 
 @triton.jit
-def steep_kernel(
-    X, P, A, R, n,
-    ALPHA: tl.constexpr, ON_CHIP: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
+def steep_search(
+    kept, X, row, n, R, center, rate, ours,
+    ON_CHIP: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Entmax for α > 2. With ALPHA = 0, rows of other α in A are left alone.
+    """The last entry of the support as ``rate·z``, its p, and Σ p: each ``(BR, 1)``.
 
     First the support: the T of p = [w + T]₊^{1/rate}, w = rate·z, lies between two entries of −w.
     Then r, the p of the last entry, in which every p is convex, by Newton from above.
     """
-    row = tl.program_id(0) * BR + tl.arange(0, BR)
-    x = load(X, row, 0, n, R, BR, BN)
-    dtype = x.dtype
+    dtype = kept.dtype
     stop = BN if ON_CHIP else n
-    if ALPHA == 0.0:
-        alpha = tl.load(A + row, mask=row < R, other=1.5)[:, None]
-        ours = (alpha > 2.0) & (alpha < INF)
-        rate = tl.where(ours, alpha - 1.0, 2.0)
-    else:
-        rate = tl.full((BR, 1), ALPHA - 1.0, dtype)
-        ours = rate > 0.0
-    peak = peak_of(x, X, row, n, R, ON_CHIP, BR, BN)
-    center = tl.where((peak < INF) & (peak > -INF), peak, 0.0)
-    ours = ours & (peak < INF) & (peak > -INF)
-    kept = (x - center) * rate
-
     low = tl.exp(-rate * tl.log(tl.full((BR, 1), n, dtype)))
     high = tl.full((BR, 1), 1.0, dtype)
     turn, active = 0, 1
@@ -270,7 +257,7 @@ def steep_kernel(
         count += tl.sum((w >= -low).to(dtype), 1)[:, None]
     r = 1.0 / tl.maximum(count, 1.0)
     edge = tl.where(ours, edge, 0.0)
-    total = tl.full((BR, 1), 1.0, dtype)
+    sum_of_p = tl.full((BR, 1), 1.0, dtype)
     # new names: Triton 3.6 fails if what is idle after a loop is older than what is not
     tried, going = 0, 1
     while (tried < 100) & (going > 0):
@@ -282,20 +269,71 @@ def steep_kernel(
             slope += tl.sum(s, 1)[:, None]
         step = (mass - 1.0) / tl.maximum(slope, 1.0)
         moving = ours & (step > r * (1e-16 if dtype == tl.float64 else 3e-8))
-        total = tl.where(ours & (mass > 0.0), mass, 1.0)
+        sum_of_p = tl.where(ours & (mass > 0.0), mass, 1.0)
         r = tl.where(moving, tl.maximum(r - step, 0.0), r)
         going = tl.max(tl.max(moving.to(tl.int32), 1), 0)
         tried += 1
+    return edge, r, sum_of_p
 
-    for start in range(0, stop, BN):
-        w = tile(kept, X, row, start, n, R, center, rate, ON_CHIP, BR, BN)
-        p, s = above_edge(w - edge, r, rate)
-        p = tl.where(peak < INF, tl.where(peak > -INF, p / total, 0.0), float("nan"))
-        p = tl.where(w == -INF, 0.0, p)
+
+@triton.jit
+def steep_kernel(
+    X, P, A, DONE, R, n,
+    ALPHA: tl.constexpr, ON_CHIP: tl.constexpr, FEW: tl.constexpr, CHECK: tl.constexpr,
+    BR: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Entmax for α > 2. With ALPHA = 0, rows of other α in A are left alone.
+
+    p is 0 where rate·z ≤ −1. With FEW, only programs whose rows have at most FEW entries above
+    that do their work, searching among those alone, and say so in DONE; the entries wait for the
+    search in P. With CHECK, those that have done it rest, and others search among all.
+    """
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    todo = True
+    if CHECK:
+        todo = tl.load(DONE + tl.program_id(0)) == 0
+    if todo:
+        x = load(X, row, 0, n, R, BR, BN)
+        dtype = x.dtype
         if ALPHA == 0.0:
-            other = load(P, row, start, n, R, BR, BN)
-            p = tl.where((alpha > 2.0) & (alpha < INF), p, other)
-        store(P, p, row, start, n, R, BR, BN)
+            alpha = tl.load(A + row, mask=row < R, other=1.5)[:, None]
+            ours = (alpha > 2.0) & (alpha < INF)
+            rate = tl.where(ours, alpha - 1.0, 2.0)
+        else:
+            rate = tl.full((BR, 1), ALPHA - 1.0, dtype)
+            ours = rate > 0.0
+        peak = peak_of(x, X, row, n, R, ON_CHIP, BR, BN)
+        center = tl.where((peak < INF) & (peak > -INF), peak, 0.0)
+        ours = ours & (peak < INF) & (peak > -INF)
+        kept = (x - center) * rate
+        able = True
+        if FEW > 0:
+            above = ours & (kept > -1.0)
+            number = tl.sum(above.to(tl.int32), 1)
+            able = tl.max(number, 0) <= FEW
+            tl.store(DONE + tl.program_id(0), able.to(tl.int32))
+        if able:
+            if FEW > 0:
+                place = row.to(tl.int64)[:, None] * n
+                tl.store(P + place + tl.cumsum(above.to(tl.int32), 1) - 1, kept, mask=above)
+                tl.debug_barrier()
+                at = tl.arange(0, FEW)[None, :]
+                few = tl.load(P + place + at, mask=at < number[:, None], other=-INF)
+                tl.debug_barrier()
+                edge, r, total = steep_search(few, X, row, n, R, center, rate, ours, True, BR, FEW)
+            else:
+                edge, r, total = steep_search(
+                    kept, X, row, n, R, center, rate, ours, ON_CHIP, BR, BN
+                )
+            for start in range(0, BN if ON_CHIP else n, BN):
+                w = tile(kept, X, row, start, n, R, center, rate, ON_CHIP, BR, BN)
+                p = above_edge(w - edge, r, rate)[0]
+                p = tl.where(peak < INF, tl.where(peak > -INF, p / total, 0.0), float("nan"))
+                p = tl.where(w == -INF, 0.0, p)
+                if ALPHA == 0.0:
+                    other = load(P, row, start, n, R, BR, BN)
+                    p = tl.where((alpha > 2.0) & (alpha < INF), p, other)
+                store(P, p, row, start, n, R, BR, BN)
 
 
 @triton.jit
@@ -578,7 +616,13 @@ def _entmax(x: Tensor, parameters: list[Tensor], alpha: float, norm: float = 0.0
         if kind != STEEP.value:
             entmax_kernel[grid](x, p, each, *x.shape, ALPHA=alpha, NORM=norm, KIND=kind, **shape)
         if kind == STEEP.value or parameters:
-            steep_kernel[grid](x, p, each, *x.shape, ALPHA=alpha, **shape)
+            few = shape["ON_CHIP"] and shape["BN"] >= 1024 and not parameters
+            done = torch.empty(grid, dtype=torch.int32, device=x.device) if few else x
+            for size in (FEW, 0) if few else (0,):
+                steep_kernel[grid](
+                    x, p, each, done, *x.shape, ALPHA=alpha, FEW=size, CHECK=few and not size,
+                    **shape,
+                )  # fmt: skip
     return p
 
 

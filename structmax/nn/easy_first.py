@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from structmax.nn.known_trees import compose, plan_merges
 from structmax.nn.leaf_lstm import zero_padding
 from structmax.nn.pool import Pool
 from structmax.nn.tree_lstm import make_cell
@@ -123,6 +124,36 @@ class EasyFirstTreeLSTM(nn.Module):
     def advance(self, state: EasyFirstState, action: Tensor) -> EasyFirstState:
         """Merge the pair of each one-hot row ``(B, m−1)``; a row of zeros merges none."""
         return self._mix(state, action) if action.requires_grad else self._shift(state, action)
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether ``replay`` meets the same network as a search did: not while it drops out."""
+        return not (self.training and self.cell.dropout.p)
+
+    can_capture = True  # nothing here waits for the device
+
+    def replay(
+        self, inputs: Tensor, lengths: Tensor, items: Tensor, actions: Tensor
+    ) -> tuple[Tensor, EasyFirstState]:
+        """The log-probabilities ``(N)`` and final state of known merges ``(N, T)`` of ``items``
+        ``(N)``, in as many steps as trees are high."""
+        leaves = zero_padding(inputs, lengths)
+        b, n, s = leaves.shape
+        plan = plan_merges(actions, items, lengths, n)
+        made = Subtrees(leaves.reshape(b * n, s), self._compose)
+        states = compose(made.states, self.cell, plan.left, plan.right)
+        end = EasyFirstState(made, plan.root[:, None], plan.root.new_zeros(len(items), 0))
+        if not states:  # leaves are all there is
+            return leaves.new_zeros(len(items)), end
+        scores = self.score(torch.cat(states))
+        scores = scores.float() if scores.dtype.itemsize < 4 else scores
+        steps = torch.arange(actions.shape[1], device=leaves.device)[:, None]
+        there = (plan.birth[:, None] <= steps) & (steps < plan.death[:, None])  # (N, T, e)
+        done = plan.taken < 0
+        each = scores[(plan.candidates - b * n).clamp(min=0)][:, None]
+        total = torch.where(there, each, torch.where(done[..., None], 0.0, -torch.inf).to(each))
+        taken = scores[(plan.taken - b * n).clamp(min=0)] - total.logsumexp(-1)
+        return torch.where(done, 0.0, taken).sum(1), end
 
     def root(self, state: EasyFirstState) -> Tensor:
         """The states of whole sentences, once all merges are done, ``(B, s)``."""

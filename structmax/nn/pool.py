@@ -43,12 +43,18 @@ class Pool:
         self._table.reserve(first, count)
         self.size += count
         flat = rows.reshape(count, rows.shape[-1])
-        self._token = _Write.apply(self._table, first, self._token, flat)
+        if torch.is_grad_enabled():
+            self._token = _Write.apply(self._table, first, self._token, flat)
+        else:
+            self._table.data[first : self.size] = flat
         return torch.arange(first, self.size, device=rows.device).view(rows.shape[:-1])
 
     def read(self, index: Tensor) -> Tensor:
         """Rows ``(*m, s)`` of numbers ``(*m)``."""
-        flat = _Read.apply(self._table, index.reshape(-1), self._token)
+        if torch.is_grad_enabled():
+            flat = _Read.apply(self._table, index.reshape(-1), self._token)
+        else:
+            flat = self._table.data.index_select(0, index.reshape(-1))
         return flat.view(*index.shape, flat.shape[-1])
 
 
@@ -97,7 +103,7 @@ class _Write(torch.autograd.Function):
 class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, table: _Table, index: Tensor, token: Tensor) -> Tensor:
-        ctx.table, ctx.token = table, token.new_zeros(())
+        ctx.table = table
         ctx.save_for_backward(index)
         return table.data.index_select(0, index)
 
@@ -106,4 +112,4 @@ class _Read(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         grads = ctx.table.gradients()
         grads.index_add_(0, ctx.saved_tensors[0], g.to(grads.dtype))
-        return None, None, ctx.token
+        return None, None, g.new_zeros(())

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from structmax.nn.known_trees import compose, plan_transitions
 from structmax.nn.leaf_lstm import zero_padding
 from structmax.nn.pool import Pool
 from structmax.nn.tree_lstm import make_cell
@@ -106,6 +107,43 @@ class SPINN(nn.Module):
         new = torch.where(shift | reduce, new, stack.gather(1, place).squeeze(1))
         stack = stack.scatter(1, place, new[:, None])
         return self._track(state._replace(stack=stack, depth=depth, shifted=shifted + shift.long()))
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether ``replay`` meets the same network as a search did: not while it drops out."""
+        return not (self.training and self.cell.dropout.p)
+
+    can_capture = True  # nothing here waits for the device
+
+    def replay(
+        self, inputs: Tensor, lengths: Tensor, items: Tensor, actions: Tensor
+    ) -> tuple[Tensor, SPINNState]:
+        """The log-probabilities ``(N)`` and final state of known transitions ``(N, T)`` of
+        ``items`` ``(N)``; compositions take as many steps as trees are high."""
+        leaves = zero_padding(inputs, lengths)
+        b, n, s = leaves.shape
+        plan = plan_transitions(actions, items, lengths, n)
+        pool = Pool(torch.cat([leaves.new_zeros(1, s), leaves.reshape(b * n, s)]))
+        compose(pool, self.cell, plan.left, plan.right)
+        seen = self.cell.hidden(pool.read(plan.seen)).flatten(2)  # (N, T, 3d)
+        tracker = seen.new_zeros(len(items), 2 * self.hidden_size if self.tracker else 0)
+        if self.tracker is not None:
+            past = []
+            for now in seen.unbind(1):
+                tracker = torch.cat(self.tracker(now, tracker.chunk(2, 1)), 1)
+                past.append(tracker[:, : self.hidden_size])
+            seen = torch.cat([seen, torch.stack(past, 1)], 2)
+        scores = self.scorer(seen)
+        scores = scores.float() if scores.dtype.itemsize < 4 else scores
+        done = torch.arange(actions.shape[1], device=leaves.device) >= 2 * lengths[items, None] - 1
+        legal = (plan.seen[..., [0, 2]] > 0) | done[..., None]  # a leaf to shift, two to reduce
+        logp = torch.where(legal, scores, -torch.inf).log_softmax(-1)
+        taken = logp.gather(2, actions.clamp(min=0)[..., None]).squeeze(2)
+        stack = nn.functional.pad(plan.root[:, None], (2, n - 1))
+        ones = torch.ones_like(lengths[items])
+        buffer = stack.new_zeros(len(items), n + 1)
+        end = SPINNState(pool, stack, ones, buffer, lengths[items], tracker)
+        return torch.where(done, 0.0, taken).sum(1), end
 
     def root(self, state: SPINNState) -> Tensor:
         """The states of whole sentences, once only they are on the stack, ``(B, s)``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from structmax import checks
 from structmax.structures.base import Structure, TopK
 from structmax.structures.binary_tree import BinaryTree
+from structmax.structures.captured import replayed
 from structmax.structures.nesting import nest
 from structmax.structures.rollout import (
     Built,
@@ -23,6 +24,7 @@ from structmax.structures.rollout import (
     beam,
     follow,
     gumbel,
+    known,
     one_hot,
     version,
 )
@@ -193,11 +195,12 @@ class Incremental(Structure):
         def choose(t: int, scores: Tensor, logp: Tensor) -> tuple[Tensor, None]:
             return (logp.detach() + gumbel(logp, generator)).argmax(-1), None
 
-        return self._roll(choose, sample_shape).z
+        name = "sample" if generator is None else None
+        return self._roll(choose, sample_shape, name).z
 
     def greedy(self) -> Rollout:
         """The most likely action at each step: z ``(*batch, *parts)``. Not the argmax."""
-        return self._roll(lambda t, scores, logp: (logp.argmax(-1), None))
+        return self._roll(lambda t, scores, logp: (logp.argmax(-1), None), name="greedy")
 
     def straight_through(
         self,
@@ -234,7 +237,7 @@ class Incremental(Structure):
             hard = one_hot(action, logp.shape[1], soft.dtype)
             return action, (hard + (soft - soft.detach())).to(self.dtype)  # exactly 0 or 1
 
-        return self._roll(choose, sample_shape)
+        return self._roll(choose, sample_shape, soft=True)
 
     def beam(self, k: int) -> Rollout:
         """Beam search: z ``(*batch, k, *parts)``, log-probabilities ``(*batch, k)``, best first.
@@ -245,7 +248,8 @@ class Incremental(Structure):
         if not isinstance(k, int) or k < 1:
             raise ValueError(f"{self._name}: k must be an integer, at least 1, got {k!r}.")
         items = torch.arange(len(self.inputs), device=self.inputs.device).repeat_interleave(k)
-        return self._keep(beam(self, k), items, (*self.batch_shape, k))
+        built = self._found(("beam", k), lambda s: beam(s, k), items, k)
+        return self._keep(built, items, (*self.batch_shape, k))
 
     def topk(self, k: int) -> TopK:
         """Approximate: the k structures that a beam search of width k ends with (see ``beam``).
@@ -292,12 +296,44 @@ class Incremental(Structure):
 
     # -- rollouts ---------------------------------------------------------------------------------
 
-    def _roll(self, choose: Choose, sample_shape: Sequence[int] = ()) -> Rollout:
-        """Every item, ``sample_shape`` times."""
+    def _roll(
+        self,
+        choose: Choose,
+        sample_shape: Sequence[int] = (),
+        name: str | None = None,
+        soft: bool = False,
+    ) -> Rollout:
+        """Every item, ``sample_shape`` times; with ``soft``, rows carry a gradient."""
         times = torch.Size(sample_shape).numel()
-        items = torch.arange(len(self.inputs), device=self.inputs.device).repeat(times)
-        built = follow(self, choose, None if times == 1 else items)
-        return self._keep(built, items, (*sample_shape, *self.batch_shape))
+
+        def items(s: Incremental) -> Tensor:
+            return torch.arange(len(s.inputs), device=s.inputs.device).repeat(times)
+
+        def search(s: Incremental) -> Built:
+            return follow(s, choose, None if times == 1 else items(s))
+
+        mine = items(self)
+        built = search(self) if soft else self._found((name, times), search, mine, -times)
+        return self._keep(built, mine, (*sample_shape, *self.batch_shape))
+
+    @property
+    def _can_replay(self) -> bool:
+        return getattr(self.policy, "can_replay", False) and checks.can_look()
+
+    def _found(
+        self, name: Any, search: Callable[[Incremental], Built], items: Tensor, lead: int
+    ) -> Built:
+        """What a search finds: with the gradients of its own steps, or replayed to have some."""
+        if not self._can_replay:
+            return search(self)
+        with torch.no_grad():
+            found = replayed(self, name, search, lead) if name[0] and lead else None
+            found = search(self) if found is None else found
+        if not torch.is_grad_enabled() and found.state is not None:
+            return found
+        built = known(self, found.actions, items)
+        empty = found.log_prob == -math.inf  # slots of a beam, filled with another structure
+        return built._replace(log_prob=torch.where(empty, -math.inf, built.log_prob))
 
     def _keep(self, built: Built, items: Tensor, lead: Sequence[int]) -> Rollout:
         """The rollout that a loop has built, remembered."""
@@ -349,6 +385,8 @@ class Incremental(Structure):
             log_prob, state = found
             z = self._one_hot(actions).reshape(*lead, *self.event_shape)
             return Rollout(z, log_prob.reshape(lead), state)
+        if self._can_replay and not soft:
+            return self._keep(known(self, actions, rows), rows, lead)
         by_step = actions.clamp(min=0).T.contiguous()
 
         def choose(t: int, scores: Tensor, logp: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -25,6 +25,13 @@ class Policy(Protocol):
     need not know them, nor the lengths. A finished item is given a row of zeros, and what
     ``advance`` makes of its state is thrown away, so it must only not fail. A state may shrink from
     step to step; a finished item then keeps the leading part of each tensor.
+
+    A policy may also have ``replay(inputs, lengths, items, actions)``, which gives the
+    log-probabilities ``(N)`` and the final state of known actions ``(N, T)``, −1 past the last, of
+    ``items`` ``(N)``, and ``can_replay``, whether it may be used. Searches then run without a
+    graph, and what they find is replayed with one: faster where a network need not go step by step.
+    If it has a true ``can_capture`` as well, searches on a GPU are recorded as CUDA graphs, so its
+    methods must do the same for all batches of a size.
     """
 
     def start(self, inputs: Tensor, lengths: Tensor) -> Any:
@@ -125,13 +132,25 @@ def beam(s: Incremental, k: int) -> Built:
     return Built(_stack(s, actions[::-1], size * k), total.reshape(-1), state)
 
 
+def known(s: Incremental, actions: Tensor, items: Tensor) -> Built:
+    """What a policy that can replay makes of known actions ``(N, T)`` of ``items`` ``(N)``."""
+    log_prob, state = s.policy.replay(_inputs(s), s._lengths(), items, actions)  # type: ignore[attr-defined]
+    return Built(actions, log_prob.to(s._accurate), state)
+
+
+def _inputs(s: Incremental) -> Tensor:
+    """Zero in the padding."""
+    inputs = s.inputs
+    if s._shortest == inputs.shape[1]:
+        return inputs
+    used = torch.arange(inputs.shape[1], device=inputs.device) < s._lengths()[:, None]
+    used = used[(..., *[None] * (inputs.dim() - 2))]
+    return torch.where(used, inputs, inputs.new_zeros(()))
+
+
 def _start(s: Incremental, rows: Tensor | None) -> Any:
     """Counts and state before the first action, of all items or of those given."""
-    inputs, lengths = s.inputs, s._lengths()
-    if s._shortest < inputs.shape[1]:
-        used = torch.arange(inputs.shape[1], device=inputs.device) < lengths[:, None]
-        used = used[(..., *[None] * (inputs.dim() - 2))]
-        inputs = torch.where(used, inputs, inputs.new_zeros(()))
+    inputs, lengths = _inputs(s), s._lengths()
     state = s.policy.start(inputs, lengths)
     for leaf in pytree.tree_leaves(state):
         if isinstance(leaf, Tensor) and leaf.shape[:1] != inputs.shape[:1]:

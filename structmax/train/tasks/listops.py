@@ -46,6 +46,7 @@ class ListOpsConfig(TrainConfig):
     max_args: int = option(5, "Most arguments of a generated operator.")
     min_length: int = option(1, "Fewest tokens of a generated expression.")
     max_length: int = option(0, "Most tokens of a generated expression; 0: any.")
+    train_length: int = option(0, "Leave longer expressions out of training alone; 0: none.")
     data: str = option("", "Folder of data sets; else $STRUCTMAX_DATA, or beside the checkout.")
     train_file: str = option("", "Training expressions in the official format, not generated.")
     test_file: str = option("", "Test expressions in the official format, not generated.")
@@ -82,7 +83,9 @@ class ListOps(Task):
                 raise UserError(f"{config.train_file} must have more than {held} lines.")
         else:
             train = generate(config.examples + held, config.seed, test)
-        return Splits(train[held:], train[:held], test)
+        longest = config.train_length or max(len(e.tokens) for e in train)
+        used = [e for e in train[held:] if len(e.tokens) <= longest]
+        return Splits(used, train[:held], test)
 
     def model(self, config: ListOpsConfig) -> nn.Module:
         model: Any = TreeClassifier(

@@ -1,0 +1,136 @@
+"""Batches of known trees: every subtree once, level by level.
+
+Beams and samples of a sentence share most of their subtrees, and once the trees are known nothing
+but the height of a tree forces one composition to wait for another. A plan lists each different
+subtree of each sentence once, those of a level together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from structmax.nn.levels import on
+from structmax.nn.pool import Pool
+
+
+class MergePlan(NamedTuple):
+    """Rows of a table that begins with the leaves, ``b·n`` of them, and goes on with subtrees.
+
+    A candidate is a pair of neighbours at some step: it is there from its ``birth`` on, before
+    ``death``. Rows of N sequences of merges, of which the candidates' rows are −1 in the padding.
+    """
+
+    left: list[Tensor]  # of the subtrees of each level
+    right: list[Tensor]
+    candidates: Tensor  # (N, e)
+    birth: Tensor  # (N, e)
+    death: Tensor  # (N, e)
+    taken: Tensor  # (N, T), −1 past the last merge
+    root: Tensor  # (N)
+
+
+class TransitionPlan(NamedTuple):
+    """As :class:`MergePlan`, after one row 0 for what is not there."""
+
+    left: list[Tensor]
+    right: list[Tensor]
+    seen: Tensor  # (N, T, 3): the first of the buffer, the two topmost of the stack
+    root: Tensor  # (N)
+
+
+def plan_merges(actions: Tensor, items: Tensor, lengths: Tensor, n: int) -> MergePlan:
+    """The plan of merge positions ``(N, T)``, of sentences ``items`` ``(N)`` of b with lengths
+    ``(b)`` of at most n leaves."""
+    from structmax.nn.known_trees_cpu import merges
+
+    device, b = actions.device, len(lengths)
+    taking, of, sizes = _host(actions, items, lengths)
+    steps = np.maximum(sizes[of] - 1, 0)
+    most = 3 * int(steps.max(initial=0))
+    shape = len(taking), most
+    candidates = np.full(shape, -1)
+    birth, death = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    taken, root = np.full(taking.shape, -1), np.zeros(len(taking), np.int64)
+    pairs = _Pairs(int(3 * steps.sum()), most, of)
+    filled = candidates, birth, death, taken, root
+    merges(taking, of, sizes, n, pairs.order, *pairs.arrays, *filled)
+    rename, children = pairs.by_level(b * n)
+    rest = [rename(candidates), birth, death, rename(taken), rename(root)]
+    left, right, rest = _send(device, children, rest)
+    return MergePlan(left, right, *rest)
+
+
+def plan_transitions(actions: Tensor, items: Tensor, lengths: Tensor, n: int) -> TransitionPlan:
+    """The plan of transitions ``(N, T)``; the rest as for :func:`plan_merges`."""
+    from structmax.nn.known_trees_cpu import transitions
+
+    device, b = actions.device, len(lengths)
+    taking, of, sizes = _host(actions, items, lengths)
+    steps = np.maximum(sizes[of] - 1, 0)
+    seen = np.zeros((*taking.shape, 3), np.int64)
+    root = np.zeros(len(taking), np.int64)
+    pairs = _Pairs(int(steps.sum()), int(steps.max(initial=0)), of)
+    transitions(taking, of, sizes, n, pairs.order, *pairs.arrays, seen, root)
+    rename, children = pairs.by_level(1 + b * n)
+    left, right, rest = _send(device, children, [rename(seen), rename(root)])
+    return TransitionPlan(left, right, *rest)
+
+
+def compose(
+    pool: Pool, cell: Callable[[Tensor, Tensor], Tensor], left: list[Tensor], right: list[Tensor]
+) -> list[Tensor]:
+    """Writes the subtrees of a plan into a pool of its leaves; their states by level."""
+    made = []
+    for rows in zip(left, right):
+        made.append(cell(*pool.read(torch.stack(rows))))
+        pool.write(made[-1])
+    return made
+
+
+class _Pairs:
+    """Room for the different subtrees of a batch, and the table in which they are looked up."""
+
+    def __init__(self, count: int, of_row: int, items: np.ndarray) -> None:
+        self.order = np.argsort(items, kind="stable")
+        rows = int(np.bincount(items).max(initial=0)) if len(items) else 0
+        size = 1 << max(2 * of_row * rows, 1).bit_length()
+        self.children, self.level = np.empty((count, 2), np.int64), np.empty(count, np.int16)
+        self.made = np.zeros(1, np.int64)
+        slots = np.zeros((size, 4), np.int64)  # left, right, number, and whose it is
+        self.arrays = slots, self.children, self.level, self.made
+
+    def by_level(self, leaves: int) -> tuple[Callable[[np.ndarray], np.ndarray], list[np.ndarray]]:
+        """What renames rows, and the children ``(2, m)`` of the m subtrees of each level."""
+        level = self.level[: self.made[0]]
+        order = np.argsort(level, kind="stable")
+        number = np.empty(len(order) + leaves, np.int64)
+        number[:leaves] = np.arange(leaves)
+        number[leaves + order] = np.arange(leaves, leaves + len(order))
+        children = number[self.children[order]].T
+        cuts = np.flatnonzero(np.diff(level[order])) + 1
+
+        def rename(rows: np.ndarray) -> np.ndarray:
+            return np.where(rows < 0, -1, number[rows])
+
+        return rename, np.split(children, cuts, 1) if len(order) else []
+
+
+def _host(*tensors: Tensor) -> list[np.ndarray]:
+    sizes = [t.numel() for t in tensors]
+    whole = torch.cat([t.reshape(-1).long() for t in tensors]).cpu().numpy()
+    parts = np.split(whole, np.cumsum(sizes)[:-1])
+    return [part.reshape(t.shape) for part, t in zip(parts, tensors)]
+
+
+def _send(device: torch.device, children: list[np.ndarray], rest: list[np.ndarray]) -> Any:
+    """Everything on the device by one transfer."""
+    flat = [side.ravel() for side in (c[k] for k in (0, 1) for c in children)]
+    sent = on(device, [*flat, *(a.ravel() for a in rest)])
+    m = len(children)
+    shaped = [t.view(a.shape) for t, a in zip(sent[2 * m :], rest)]
+    return sent[:m], sent[m : 2 * m], shaped
