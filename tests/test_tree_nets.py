@@ -210,6 +210,17 @@ def test_latent_tree_composes_hard_and_relaxed_alike(cell):
         assert grad.isfinite().all() and grad[0].abs().sum() > 0
 
 
+@pytest.mark.parametrize("seed", [17, 25, 50])  # in which some products are just above 0
+def test_relaxed_trees_of_improbable_spans_have_gradients(seed):
+    torch.manual_seed(seed)
+    net, lengths = LatentTree(4), torch.tensor([7, 5])
+    leaves = torch.randn(2, 7, net.state_size)
+    scores = (30 * torch.randn(2, 7, 7)).requires_grad_()
+    z = sx.BinaryTree(scores, lengths).marginals()
+    net.compose(leaves, lengths, z, relaxed=True).square().sum().backward()
+    assert scores.grad.isfinite().all()
+
+
 def test_graph_convolution_is_its_definition():
     net = GraphConvolution(2, 3, layers=1).double()
     words, lengths = padded(2), LENGTHS

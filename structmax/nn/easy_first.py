@@ -31,6 +31,10 @@ class Subtrees:
         none = torch.full((1,), -1, device=leaves.device)
         self._pairs, self._rows = none, none  # what was composed, sorted
 
+    def read(self, rows: Tensor) -> Tensor:
+        """The states ``(*m, s)`` of rows ``(*m)``."""
+        return self.states.read(rows)
+
     def write(self, states: Tensor, scores: Tensor) -> Tensor:
         """Add states ``(*m, s)`` with scores ``(*m)``; their rows ``(*m)``."""
         self.scores.write(scores[..., None])
@@ -51,17 +55,17 @@ class Subtrees:
         return rows[where]
 
     def _make(self, left: Tensor, right: Tensor) -> Tensor:
-        return self.write(*self._compose(*self.states.read(torch.stack([left, right]))))
+        return self.write(*self._compose(*self.read(torch.stack([left, right]))))
 
 
 class EasyFirstState(NamedTuple):
     """What is left of each sentence after some merges, with m the most subtrees of any item.
 
     nodes ``(B, m)`` and parents ``(B, m−1)``, the would-be parent of each pair of neighbours, are
-    rows of ``made``.
+    rows of ``made``. After a replay there is the root alone, and nothing to go on with.
     """
 
-    made: Subtrees
+    made: Any
     nodes: Tensor
     parents: Tensor
 
@@ -140,12 +144,11 @@ class EasyFirstTreeLSTM(nn.Module):
         leaves = zero_padding(inputs, lengths)
         b, n, s = leaves.shape
         plan = plan_merges(actions, items, lengths, n)
-        made = Subtrees(leaves.reshape(b * n, s), self._compose)
-        states = compose(made.states, self.cell, plan.left, plan.right)
-        end = EasyFirstState(made, plan.root[:, None], plan.root.new_zeros(len(items), 0))
-        if not states:  # leaves are all there is
+        rows = compose(self.cell, leaves.reshape(b * n, s), plan.pairs)
+        end = EasyFirstState(rows, plan.root[:, None], plan.root.new_zeros(len(items), 0))
+        if not plan.pairs:  # leaves are all there is
             return leaves.new_zeros(len(items)), end
-        scores = self.score(torch.cat(states))
+        scores = self.score(rows.table[b * n :])
         scores = scores.float() if scores.dtype.itemsize < 4 else scores
         steps = torch.arange(actions.shape[1], device=leaves.device)[:, None]
         there = (plan.birth[:, None] <= steps) & (steps < plan.death[:, None])  # (N, T, e)
@@ -157,7 +160,7 @@ class EasyFirstTreeLSTM(nn.Module):
 
     def root(self, state: EasyFirstState) -> Tensor:
         """The states of whole sentences, once all merges are done, ``(B, s)``."""
-        return state.made.states.read(state.nodes[:, 0])
+        return state.made.read(state.nodes[:, 0])
 
     def _compose(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         parents = self.cell(left, right)
@@ -182,10 +185,10 @@ class EasyFirstTreeLSTM(nn.Module):
 
     def _mix(self, state: EasyFirstState, action: Tensor) -> EasyFirstState:
         made, m = state.made, state.nodes.shape[1]
-        nodes = made.states.read(state.nodes)
+        nodes = made.read(state.nodes)
         after = action.cumsum(1) - action  # 1 right of the merge
         before = 1 - action - after  # 1 left of it, and throughout where there is no merge
-        merged = action[..., None] * made.states.read(state.parents)
+        merged = action[..., None] * made.read(state.parents)
         nodes = before[..., None] * nodes[:, :-1] + merged + after[..., None] * nodes[:, 1:]
         parents, scores = self._compose(nodes[:, :-1], nodes[:, 1:])
         rows = made.write(torch.cat([nodes, parents], 1), nn.functional.pad(scores, (m - 1, 0)))

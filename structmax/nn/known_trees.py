@@ -25,8 +25,7 @@ class MergePlan(NamedTuple):
     ``death``. Rows of N sequences of merges, of which the candidates' rows are −1 in the padding.
     """
 
-    left: list[Tensor]  # of the subtrees of each level
-    right: list[Tensor]
+    pairs: list[Tensor]  # the children (m, 2) of the subtrees of each level
     candidates: Tensor  # (N, e)
     birth: Tensor  # (N, e)
     death: Tensor  # (N, e)
@@ -37,8 +36,7 @@ class MergePlan(NamedTuple):
 class TransitionPlan(NamedTuple):
     """As :class:`MergePlan`, after one row 0 for what is not there."""
 
-    left: list[Tensor]
-    right: list[Tensor]
+    pairs: list[Tensor]
     seen: Tensor  # (N, T, 3): the first of the buffer, the two topmost of the stack
     root: Tensor  # (N)
 
@@ -61,8 +59,7 @@ def plan_merges(actions: Tensor, items: Tensor, lengths: Tensor, n: int) -> Merg
     merges(taking, of, sizes, n, pairs.order, *pairs.arrays, *filled)
     rename, children = pairs.by_level(b * n)
     rest = [rename(candidates), birth, death, rename(taken), rename(root)]
-    left, right, rest = _send(device, children, rest)
-    return MergePlan(left, right, *rest)
+    return MergePlan(*_send(device, children, rest))
 
 
 def plan_transitions(actions: Tensor, items: Tensor, lengths: Tensor, n: int) -> TransitionPlan:
@@ -77,19 +74,37 @@ def plan_transitions(actions: Tensor, items: Tensor, lengths: Tensor, n: int) ->
     pairs = _Pairs(int(steps.sum()), int(steps.max(initial=0)), of)
     transitions(taking, of, sizes, n, pairs.order, *pairs.arrays, seen, root)
     rename, children = pairs.by_level(1 + b * n)
-    left, right, rest = _send(device, children, [rename(seen), rename(root)])
-    return TransitionPlan(left, right, *rest)
+    return TransitionPlan(*_send(device, children, [rename(seen), rename(root)]))
 
 
-def compose(
-    pool: Pool, cell: Callable[[Tensor, Tensor], Tensor], left: list[Tensor], right: list[Tensor]
-) -> list[Tensor]:
-    """Writes the subtrees of a plan into a pool of its leaves; their states by level."""
-    made = []
-    for rows in zip(left, right):
-        made.append(cell(*pool.read(torch.stack(rows))))
+class Rows:
+    """A table of states that is complete, to be read as a :class:`structmax.nn.pool.Pool` is.
+
+    Not a tuple: those who pick items from a state pick row numbers, and leave the table alone.
+    """
+
+    def __init__(self, table: Tensor) -> None:
+        self.table = table
+
+    def read(self, index: Tensor) -> Tensor:
+        """Rows ``(*m, s)`` of numbers ``(*m)``."""
+        return self.table.index_select(0, index.reshape(-1)).view(*index.shape, -1)
+
+
+def compose(cell: Any, leaves: Tensor, pairs: list[Tensor]) -> Rows:
+    """The leaves ``(count, s)`` and after them the subtrees of a plan, level by level.
+
+    A cell that can do all levels itself, in ``compose_levels``, is let do so.
+    """
+    if not pairs:
+        return Rows(leaves)
+    if hasattr(cell, "compose_levels"):
+        return Rows(cell.compose_levels(leaves, pairs))
+    pool, made = Pool(leaves), [leaves]
+    for rows in pairs:
+        made.append(cell(*pool.read(rows.T)))
         pool.write(made[-1])
-    return made
+    return Rows(torch.cat(made))
 
 
 class _Pairs:
@@ -105,19 +120,19 @@ class _Pairs:
         self.arrays = slots, self.children, self.level, self.made
 
     def by_level(self, leaves: int) -> tuple[Callable[[np.ndarray], np.ndarray], list[np.ndarray]]:
-        """What renames rows, and the children ``(2, m)`` of the m subtrees of each level."""
+        """What renames rows, and the children ``(m, 2)`` of the m subtrees of each level."""
         level = self.level[: self.made[0]]
         order = np.argsort(level, kind="stable")
         number = np.empty(len(order) + leaves, np.int64)
         number[:leaves] = np.arange(leaves)
         number[leaves + order] = np.arange(leaves, leaves + len(order))
-        children = number[self.children[order]].T
+        children = number[self.children[order]]
         cuts = np.flatnonzero(np.diff(level[order])) + 1
 
         def rename(rows: np.ndarray) -> np.ndarray:
             return np.where(rows < 0, -1, number[rows])
 
-        return rename, np.split(children, cuts, 1) if len(order) else []
+        return rename, np.split(children, cuts) if len(order) else []
 
 
 def _host(*tensors: Tensor) -> list[np.ndarray]:
@@ -127,10 +142,9 @@ def _host(*tensors: Tensor) -> list[np.ndarray]:
     return [part.reshape(t.shape) for part, t in zip(parts, tensors)]
 
 
-def _send(device: torch.device, children: list[np.ndarray], rest: list[np.ndarray]) -> Any:
-    """Everything on the device by one transfer."""
-    flat = [side.ravel() for side in (c[k] for k in (0, 1) for c in children)]
-    sent = on(device, [*flat, *(a.ravel() for a in rest)])
-    m = len(children)
-    shaped = [t.view(a.shape) for t, a in zip(sent[2 * m :], rest)]
-    return sent[:m], sent[m : 2 * m], shaped
+def _send(device: torch.device, children: list[np.ndarray], rest: list[np.ndarray]) -> list[Any]:
+    """The children of each level and the rest on the device, by one transfer."""
+    arrays = [*children, *rest]
+    sent = on(device, [a.ravel() for a in arrays])
+    shaped = [t.view(a.shape) for t, a in zip(sent, arrays)]
+    return [shaped[: len(children)], *shaped[len(children) :]]

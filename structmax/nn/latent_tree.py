@@ -88,14 +88,19 @@ class LatentTree(nn.Module):
 
 
 def _mix(z: Tensor) -> Any:
-    """Weights of splits in proportion to the product of both sides; none where that is 0."""
+    """Weights of splits in proportion to the product of both sides.
+
+    None where all products are below 1e-12: a span with a probability p has one of p²/n² at least,
+    and the gradient of a ratio of less would overflow.
+    """
 
     def weigh(width: int, candidates: Tensor) -> Tensor:
         i = torch.arange(candidates.shape[1], device=z.device)[:, None]
         k = i + torch.arange(width - 1, device=z.device)
         products = z[:, i, k] * z[:, k + 1, i + width - 1]
         total = products.sum(-1, keepdim=True)
-        return torch.where(total > 0, products, 0.0) / torch.where(total > 0, total, 1.0)
+        there = total > 1e-12
+        return torch.where(there, products, 0.0) / torch.where(there, total, 1.0)
 
     return weigh
 
@@ -150,13 +155,23 @@ class LatentDependency(nn.Module):
         """States are hidden vectors."""
         return state
 
-    def structure(self, words: Tensor, lengths: Tensor) -> DependencyTree:
+    def structure(
+        self, words: Tensor, lengths: Tensor, validate_args: bool | None = None
+    ) -> DependencyTree:
         """The distribution over trees of words ``(B, n, input_size)``."""
-        context = self.context(words, lengths)
-        context = torch.cat([self.root_word.expand(len(words), 1, -1), context], 1)
         return DependencyTree(  # type: ignore[abstract]
-            self.scorer(context), lengths, self.projective, self.root, labelled=False
+            self.arcs(words, lengths),
+            lengths,
+            self.projective,
+            self.root,
+            labelled=False,
+            validate_args=validate_args,
         )
+
+    def arcs(self, words: Tensor, lengths: Tensor) -> Tensor:
+        """The scores ``(B, n+1, n+1)`` of arcs ``[head, modifier]``."""
+        context = self.context(words, lengths)
+        return self.scorer(torch.cat([self.root_word.expand(len(words), 1, -1), context], 1))
 
     def compose(self, words: Tensor, lengths: Tensor, z: Tensor, relaxed: bool = False) -> Tensor:
         """The hidden vectors ``(N, d)`` of words ``(N, n, input_size)`` along z ``(N, n+1, n+1)``.
@@ -194,9 +209,13 @@ class GraphConvolution(nn.Module):
 
     def forward(self, words: Tensor, z: Tensor, lengths: Tensor) -> Tensor:
         """``(N, d)`` of words ``(N, n, input_size)`` and arcs z ``(N, n+1, n+1)``."""
+        x, top = self.states(words, z[:, 1:, 1:], lengths), z[:, 0, 1:, None]
+        return (top * x).sum(1) / top.sum(1)
+
+    def states(self, words: Tensor, arcs: Tensor, lengths: Tensor) -> Tensor:
+        """All words ``(N, n, d)`` of any graph: ``arcs`` ``(N, n, n)`` without the root symbol."""
         inside = torch.arange(words.shape[1], device=words.device) < lengths[:, None]
         x = torch.where(inside[..., None], words, 0.0)
-        arcs, top = z[:, 1:, 1:], z[:, 0, 1:, None]
         for layer in self.layers:
             x = torch.relu(layer(torch.cat([x, arcs.mT @ x, arcs @ x], -1)))
-        return (top * x).sum(1) / top.sum(1)
+        return x

@@ -21,7 +21,7 @@ class SPINNState(NamedTuple):
     ``(B, 2d)``, or ``(B, 0)`` without one.
     """
 
-    pool: Pool
+    pool: Any  # a Pool; after a replay, when there is nothing to go on with, its rows
     stack: Tensor
     depth: Tensor
     buffer: Tensor
@@ -123,9 +123,9 @@ class SPINN(nn.Module):
         leaves = zero_padding(inputs, lengths)
         b, n, s = leaves.shape
         plan = plan_transitions(actions, items, lengths, n)
-        pool = Pool(torch.cat([leaves.new_zeros(1, s), leaves.reshape(b * n, s)]))
-        compose(pool, self.cell, plan.left, plan.right)
-        seen = self.cell.hidden(pool.read(plan.seen)).flatten(2)  # (N, T, 3d)
+        bottom = torch.cat([leaves.new_zeros(1, s), leaves.reshape(b * n, s)])
+        rows = compose(self.cell, bottom, plan.pairs)
+        seen = self.cell.hidden(rows.read(plan.seen)).flatten(2)  # (N, T, 3d)
         tracker = seen.new_zeros(len(items), 2 * self.hidden_size if self.tracker else 0)
         if self.tracker is not None:
             past = []
@@ -142,7 +142,7 @@ class SPINN(nn.Module):
         stack = nn.functional.pad(plan.root[:, None], (2, n - 1))
         ones = torch.ones_like(lengths[items])
         buffer = stack.new_zeros(len(items), n + 1)
-        end = SPINNState(pool, stack, ones, buffer, lengths[items], tracker)
+        end = SPINNState(rows, stack, ones, buffer, lengths[items], tracker)
         return torch.where(done, 0.0, taken).sum(1), end
 
     def root(self, state: SPINNState) -> Tensor:
