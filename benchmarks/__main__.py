@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import alignment, cases, maps, sparsemap, trees
+from benchmarks import alignment, cases, combinatorial, maps, sparsemap, trees
 from benchmarks.harness import as_json, environment, run_case, show
 
 CASES = {**cases.CASES, **alignment.CASES, **trees.CASES, **maps.CASES, **sparsemap.CASES}
+CASES |= combinatorial.CASES
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,5 +1,7 @@
 """SparseMAP, forward and backward: the compiled solver, checked against the one in torch.
 
+On a CUDA device: its solver, checked against the compiled one on the processor and timed beside it.
+
 The spread σ of the scores decides how many structures are active: a handful at 3, about 40 at 1,
 some 200 at 0.1.
 """
@@ -47,13 +49,29 @@ def _trial(make: Callable[..., Any], first: Tensor, *others: Tensor) -> Trial:
         with mock.patch("structmax.sparse.cpu.solve", return_value=None):
             return both(some)
 
-    def agree() -> None:
-        names = "marginals", "gradient in the first scores", "gradient in the second"
+    names = "marginals", "gradient in the first scores", "gradient in the second"
+
+    def agree_with_torch() -> None:
         some = slice(0, 2)
         for name, ours, other in zip(names, both(some), in_torch(some), strict=False):
             require_close(f"{name}, by the solver in torch", ours, other, 1e-4)
 
     contenders = [Contender("structmax", both), Contender("structmax, forward only", forward)]
+    agree = agree_with_torch
+    if first.is_cuda:
+        home = [t.detach().cpu().requires_grad_() for t in leaves]
+        home_direction = direction.cpu()
+
+        def on_cpu() -> tuple[Tensor, ...]:
+            marginals = make(*home).sparsemap().marginals
+            return marginals.detach(), *torch.autograd.grad(marginals, home, home_direction)
+
+        def agree_with_cpu() -> None:
+            for name, ours, other in zip(names, both(), on_cpu(), strict=False):
+                require_close(f"{name}, by the CPU path", ours.cpu(), other, 1e-3)
+
+        contenders.append(Contender("structmax, CPU path", on_cpu))
+        agree = agree_with_cpu
     return Trial(contenders, agree)
 
 

@@ -33,6 +33,15 @@ def projective(device: torch.device, batch: int, n: int) -> Trial:
     return _trial(ours, partial(_torch_struct, "DependencyCRF", potentials), _with_root, device)
 
 
+def nonprojective(device: torch.device, batch: int, n: int) -> Trial:
+    """A and μ of all arcs of trees that may cross, with one root."""
+    scores = torch.randn(batch, n + 1, n + 1, device=device)
+    potentials = scores[:, 1:, 1:].clone()
+    potentials.diagonal(dim1=-2, dim2=-1).copy_(scores[:, 0, 1:])
+    peer = partial(_torch_struct, "NonProjectiveDependencyCRF", potentials)
+    return _trial(partial(sx.DependencyTree, scores), peer, _with_root, device)
+
+
 def _with_root(mu: Tensor) -> Tensor:
     """The peer's marginals with the root scores in a row of their own."""
     root = mu.diagonal(dim1=-2, dim2=-1)
@@ -106,5 +115,7 @@ CASES: dict[str, Any] = dict(
         _case("projective-16x40", f"{WHAT} of arcs", "cpu", projective, 16, 40),
         _case("projective-64x40", f"{WHAT} of arcs", "cuda", projective, 64, 40),
         _case("projective-32x100", f"{WHAT} of arcs", "cuda", projective, 32, 100),
+        _case("nonprojective-16x40", f"{WHAT} of arcs", "cpu", nonprojective, 16, 40),
+        _case("nonprojective-32x100", f"{WHAT} of arcs", "cuda", nonprojective, 32, 100),
     ]
 )

@@ -39,7 +39,8 @@ def escape_bars(app: Sphinx, what: str, name: str, obj: object, options: object,
 
 def setup(app: Sphinx) -> None:
     """Draws the pictures before pages are read."""
-    from pictures import maps
+    from pictures import gallery, maps
 
     maps.draw(HERE / "_static")
+    gallery.draw(HERE / "_static")
     app.connect("autodoc-process-docstring", escape_bars)

@@ -10,7 +10,7 @@ and a decoder predicts y from z. The data come from three categories, which few 
 - L(argmax): one category, and the gradient of something else in its place;
 - E[L(z)]: the expected cost over categories, by draws or by a sum.
 
-Run it with ``python examples/latent_category.py``; it takes about half a minute. The picture, if
+Run it with ``python examples/latent_category.py``; it takes about a minute. The picture, if
 matplotlib is installed, goes to ``latent_category.png``.
 """
 
@@ -27,15 +27,21 @@ CATEGORIES, LABELLED = 3, 16
 METHODS = {  # name: the estimator and its options
     "marginals": ("marginals", {}),
     "sparsemap": ("sparsemap", {}),
+    "perturbed": ("perturbed", {}),
+    "perturb and parse": ("perturb-and-parse", {}),
     "straight-through": ("straight-through", {}),
     "straight-through, marginals": ("straight-through", {"backward": "marginals"}),
     "spigot": ("spigot", {"step": 0.1}),
+    "black box": ("black-box", {"lam": 0.1}),
+    "perturb and map": ("perturb-and-map", {}),
     "gumbel straight-through": ("gumbel-straight-through", {}),
     "imle": ("imle", {"lam": 0.1, "noise": "gumbel"}),
     "reinforce": ("reinforce", {}),
     "reinforce, self-critic": ("reinforce", {"baseline": "self-critic"}),
     "reinforce, leave-one-out": ("reinforce", {"samples": 4, "baseline": "leave-one-out"}),
+    "ppo": ("ppo", {"samples": 4, "baseline": "leave-one-out", "updates": 2}),
     "sum and sample": ("sum-and-sample", {"k": 1}),
+    "top-k expectation": ("top-k-expectation", {"k": 2}),
     "sparse expectation": ("sparse-expectation", {}),
     "exact expectation": ("exact-expectation", {}),
 }
@@ -105,6 +111,8 @@ def train(name: str, steps: int, seed: int) -> dict[str, object]:
                 structure, lambda z, y=y: model.cost(y, z)
             ).sum()  # λ and η see one item
         step(loss)
+        for _ in range(getattr(estimator, "updates", 1) - 1):
+            step(estimator.replay(model.structure(x)).sum())  # the same draws once more
         if i % max(steps // 50, 1) == 0 or i == steps - 1:
             curve.append((i, *evaluate(model, *test)))
     return {"curve": curve, "error": curve[-1][1], "accuracy": curve[-1][2]}
@@ -130,7 +138,7 @@ def plot(results: dict[str, dict], path: str) -> None:
     _, ax = plt.subplots(figsize=(9, 5), layout="constrained")
     for i, (name, result) in enumerate(results.items()):
         steps, errors, _ = zip(*result["curve"], strict=True)
-        ax.plot(steps, errors, label=name, color=f"C{i % 10}", ls=("-", "--")[i // 10])
+        ax.plot(steps, errors, label=name, color=f"C{i % 10}", ls=("-", "--", ":")[i // 10])
     ax.set(yscale="log", xlabel="step", ylabel="test error / variance", title="Latent category")
     ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     plt.savefig(path, dpi=150)

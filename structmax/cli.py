@@ -172,7 +172,7 @@ def show(
     device: Device = "auto",
 ) -> None:
     """Draw what a run's model finds, in the terminal and as pictures."""
-    from structmax.draw import page, tree_svg, tree_text
+    from structmax.draw import answer_svg, page, tree_text
     from structmax.train.checkpoint import write_atomic
 
     trained = _load(run, device)
@@ -187,10 +187,10 @@ def show(
         typer.echo(found["text"])
         if "spans" in found:
             typer.echo(tree_text(found["words"], found["spans"]) + "\n")
-            drawn = tree_svg(found["words"], found["spans"], found.get("gold"))
+        if (html or svg) and (drawn := answer_svg(found)) is not None:
             pictures.append((found["text"], drawn))
     if (html or svg) and not pictures:
-        raise UserError("there is no tree to draw.")
+        raise UserError("there is nothing to draw in what this task predicts.")
     with as_user_error():
         if html:
             html.parent.mkdir(parents=True, exist_ok=True)

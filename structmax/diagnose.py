@@ -15,11 +15,18 @@ import torch
 from torch import Tensor
 
 from structmax.estimators import NAMES, by_name
-from structmax.estimators.base import Estimator, call_cost
-from structmax.estimators.exact_expectation import ExactExpectation, every_structure
+from structmax.estimators.base import Estimator
+from structmax.estimators.objectives import (
+    COST_OF_MEAN,
+    EXPECTED_COST,
+    NONE,
+    Objectives,
+    Reference,
+    distribution_of,
+    gradient,
+)
 from structmax.structures.base import Structure
 
-EXPECTED_COST, COST_OF_MEAN, NONE = "E[L(z)]", "L(E[z])", "L(argmax)"
 # the queries that count as calls of an oracle; a projection is one of sparsemap
 ORACLES = (
     "argmax",
@@ -36,6 +43,8 @@ COLUMNS = {
     "estimator": "estimator",
     "objective": "objective",
     "against": "against",
+    "distribution": "under",
+    "reference": "reference",
     "bias": "bias",
     "error": "±",
     "variance": "variance",
@@ -63,11 +72,11 @@ class Diagnosis:
 
     def notes(self) -> list[str]:
         """What a reader of the table should know."""
-        notes = ["bias ± its standard error, and variance: relative to the exact gradient."]
+        notes = ["bias ± its standard error, and variance: relative to the reference."]
         if any(record["objective"] == NONE for record in self.records):
             notes.append(
                 "L(argmax) is piecewise constant and has no gradient of its own: it is compared "
-                "with those of E[L(z)] and of L(E[z])."
+                "with those of E[L(z)] and of L(E[z]) under the structure's own distribution."
             )
         notes += [f"not applicable: {name} ({why})" for name, why in self.skipped.items()]
         return notes
@@ -79,7 +88,7 @@ class Diagnosis:
 
         table = Table(box=box.SIMPLE_HEAD)
         for key, title in COLUMNS.items():
-            text = key in ("estimator", "objective", "against", "oracles")
+            text = isinstance(self.records[0][key], str) if self.records else True
             table.add_column(title, justify="left" if text else "right", no_wrap=True)
         for row in self.rows():
             table.add_row(*(cell.replace("[", r"\[") for cell in row))
@@ -122,18 +131,23 @@ def diagnose(
     samples: int = 200,
     generator: torch.Generator | None = None,
 ) -> Diagnosis:
-    """The gradient of each estimator against the exact gradient of its kind of objective.
+    """The gradient of each estimator against the exact gradient of its own objective.
 
-    That is ∇E[L(z)] or ∇L(E[z]), by enumeration, with E under the structure's own distribution.
-    Estimators of another distribution (a sparse, truncated or perturbed one) are biased for it by
-    that much: this is not the gradient of their own. L(argmax) has no gradient almost everywhere:
-    its estimators are compared with both. Gradients are those of the loss, summed over the batch,
-    in every score of the structure. With g* the exact
-    one and g the estimate, over ``samples`` repetitions,
+    That is ∇E[L(z)] or ∇L(E[z]), by enumeration, with E ``under`` the distribution that the
+    estimator is about: the structure's own, SparseMAP's, that of the k best, or that of noisy
+    scores. ``reference`` says how well it is known: exact, or by Monte Carlo with a standard error
+    (``structmax.estimators.objectives`` has the equations). L(argmax) has no gradient almost
+    everywhere: its estimators have no reference of their own, and are compared with both under the
+    structure's distribution. To see what another distribution costs, compare with
+    ``ExactExpectation`` or ``Marginals`` in the same table.
+
+    Gradients are those of the loss, summed over the batch, in every score of the structure. With g*
+    the reference and g the estimate, over ``samples`` repetitions,
 
         bias = ‖E g − g*‖/‖g*‖,   variance = E‖g − E g‖²/‖g*‖²,   cosine of E g and g*.
 
-    E g is a mean too: a bias within a few times ``error`` is none. ``calls`` counts the calls of
+    E g is a mean too: a bias within a few times ``error``, which is that of g* too, is none.
+    ``calls`` counts the calls of
     oracles for one loss and its gradient, those for several structures as so many; ``milliseconds``
     is their median time.
 
@@ -149,17 +163,19 @@ def diagnose(
     >>> generator = torch.Generator().manual_seed(0)
     >>> price = torch.tensor([1.0, 2.0, 4.0])
     >>> result = diagnose(
-    ...     sx.Choice(torch.tensor([0.0, 0.0, 1.0])), lambda z: (z @ price) ** 2,
-    ...     ["exact-expectation", "marginals", "reinforce"], generator=generator)
-    >>> [(r["estimator"], r["objective"], r["bias"] < 4 * r["error"] + 1e-6, r["oracles"])
+    ...     sx.Choice(torch.tensor([0.0, 0.0, 0.5])), lambda z: (z @ price) ** 2,
+    ...     ["sparsemap", "marginals", "reinforce"], generator=generator)
+    >>> [(r["estimator"], r["objective"], r["distribution"], r["reference"], r["oracles"])
     ...     for r in result.records]
-    [('exact-expectation', 'E[L(z)]', True, '1 enumerate_support, 1 log_partition'),
-     ('marginals', 'L(E[z])', True, '1 marginals'),
-     ('reinforce', 'E[L(z)]', True, '1 sample, 1 log_partition')]
+    [('sparsemap', 'L(E[z])', 'sparsemap', 'exact', '1 sparsemap'),
+     ('marginals', 'L(E[z])', 'own', 'exact', '1 marginals'),
+     ('reinforce', 'E[L(z)]', 'own', 'exact', '1 sample, 1 log_partition')]
+    >>> [r["bias"] < 4 * r["error"] + 1e-5 for r in result.records]
+    [True, True, True]
     """
     chosen, skipped = _choose(structure, estimators)
     live, leaves = _with_leaves(structure)
-    exact = _exact_gradients(live, leaves, cost, {e.objective for e in chosen.values()})
+    objectives = Objectives(live, leaves, cost)
     records = []
     with torch.random.fork_rng(devices=_devices(structure)):
         if generator is not None:
@@ -168,16 +184,19 @@ def diagnose(
             seen, times = [], []
             for _ in range(samples):
                 start = time.perf_counter()
-                seen.append(_gradient(estimator.loss(live, cost), leaves))
+                seen.append(gradient(estimator.loss(live, cost), leaves))
                 times.append(time.perf_counter() - start)
             calls = _count(structure, estimator, cost)
-            for against in exact if estimator.objective == NONE else [estimator.objective]:
+            found = _references(objectives, estimator)
+            for (against, under), reference in found.items():
                 records.append(
                     {
                         "estimator": name,
                         "objective": estimator.objective,
                         "against": against,
-                        **_compare(torch.stack(seen), exact[against]),
+                        "distribution": under,
+                        "reference": _quality(reference, estimator),
+                        **_compare(torch.stack(seen), reference),
                         "calls": sum(calls.values()),
                         "oracles": ", ".join(f"{n:g} {oracle}" for oracle, n in calls.items()),
                         "milliseconds": 1000 * sorted(times)[len(times) // 2],
@@ -214,35 +233,33 @@ def _with_leaves(structure: Structure) -> tuple[Structure, list[Tensor]]:
     return structure._rebuild(**tensors), leaves
 
 
-def _exact_gradients(
-    structure: Structure, leaves: list[Tensor], cost: Callable[..., Tensor], objectives: set[str]
-) -> dict[str, Tensor]:
-    exact = {}
-    if objectives & {EXPECTED_COST, NONE}:
-        exact[EXPECTED_COST] = _gradient(ExactExpectation().loss(structure, cost), leaves)
-    if objectives & {COST_OF_MEAN, NONE}:
-        z, exists = every_structure(structure)
-        p = torch.where(exists, structure.log_prob(z), -math.inf).exp()
-        mean = (p[(..., *[None] * len(structure.event_shape))] * z).sum(0)
-        exact[COST_OF_MEAN] = _gradient(call_cost(cost, mean, structure), leaves)
-    return exact
+def _references(objectives: Objectives, estimator: Estimator) -> dict[tuple[str, str], Reference]:
+    """By objective and distribution: its own, or both of the structure's where it has none."""
+    if estimator.objective != NONE:
+        under = distribution_of(estimator, objectives.structure)
+        return {(estimator.objective, under): objectives.of(estimator)}
+    both = EXPECTED_COST, COST_OF_MEAN
+    return {(against, "own"): objectives.of(estimator, against) for against in both}
 
 
-def _gradient(loss: Tensor, leaves: list[Tensor]) -> Tensor:
-    if not loss.requires_grad:
-        return torch.zeros(sum(leaf.numel() for leaf in leaves), dtype=torch.float64)
-    found = torch.autograd.grad(loss.sum(), leaves, materialize_grads=True)
-    return torch.cat([g.double().flatten() for g in found]).cpu()  # so that a GPU is waited for
+def _quality(reference: Reference, estimator: Estimator) -> str:
+    """How well what a gradient is compared with is known, and whether it is its own."""
+    if estimator.objective == NONE:
+        return "none of its own"
+    if reference.error is None:
+        return "exact"
+    return f"Monte Carlo ± {_ratio(reference.error, float(reference.gradient.norm())):.1g}"
 
 
-def _compare(seen: Tensor, exact: Tensor) -> dict[str, float]:
+def _compare(seen: Tensor, reference: Reference) -> dict[str, Any]:
     """Bias, its standard error, variance and cosine of gradients ``(samples, d)``."""
+    exact, uncertain = reference.gradient, reference.error or 0.0
     mean, size = seen.mean(0), float(exact.norm())
     variance = float((seen - mean).square().sum(-1).sum()) / max(len(seen) - 1, 1)
     norms = size * float(mean.norm())
     return {
         "bias": _ratio(float((mean - exact).norm()), size),
-        "error": _ratio(math.sqrt(variance / len(seen)), size),
+        "error": _ratio(math.hypot(math.sqrt(variance / len(seen)), uncertain), size),
         "variance": _ratio(variance, size**2),
         "cosine": float(mean @ exact) / norms if norms > 0 else math.nan,
     }
@@ -290,7 +307,7 @@ def _count(structure: Structure, estimator: Estimator, cost: Callable[..., Tenso
         return watch(method(self, *args, **kw))
 
     live, leaves = _with_leaves(structure)
-    _gradient(estimator.loss(watch(live), cost), leaves)
+    gradient(estimator.loss(watch(live), cost), leaves)
     return calls
 
 

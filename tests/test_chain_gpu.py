@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 pytest.importorskip("triton")
 
+import structmax as sx
 from structmax.forest.chain import ops
 from structmax.primitive import backend
 
@@ -257,6 +258,62 @@ def test_nan_is_loud_and_stays_alone(dtype: torch.dtype) -> None:
     with backend("gpu"):
         best, _ = ops.argmax(*with_ends(unary, transition), full(unary))
     assert best.isnan().tolist() == [False, True, True, True, True]
+
+
+QUERIES = {
+    "log_partition": lambda chain, tags: chain.log_partition(),
+    "marginals": lambda chain, tags: chain.marginals(),
+    "edge_marginals": lambda chain, tags: chain.edge_marginals(),
+    "entropy": lambda chain, tags: chain.entropy(),
+    "argmax": lambda chain, tags: chain.argmax(),
+    "argmax_tags": lambda chain, tags: chain.argmax_tags(),
+    "log_prob": lambda chain, tags: chain.log_prob(tags),
+    "score": lambda chain, tags: chain.score(tags),
+    "topk": lambda chain, tags: chain.topk(2),
+    "sample": lambda chain, tags: chain.sample(),
+    "one item": lambda chain, tags: chain[1],
+    "condition": lambda chain, tags: chain.condition(exclude=chain.encode(tags).bool()),
+}
+
+
+@pytest.mark.parametrize("bad", [math.nan, INF])
+@pytest.mark.parametrize("query", QUERIES)
+def test_the_first_query_looks_at_the_scores(query: str, bad: float) -> None:
+    """Whichever it is, and the second too; bad lengths are found at once."""
+    unary, transition = scores(2, 3, 2, torch.float32)
+    tags = torch.zeros(2, 3, dtype=torch.long, device=DEVICE)
+    where = {
+        "unary[1, 2, 0]": (unary, (1, 2, 0)),
+        "transition[1, 0, 1, 1]": (transition, (1, 0, 1, 1)),
+    }
+    with backend("gpu"):
+        for name, (tensor, index) in where.items():
+            kept = tensor[index].clone()
+            tensor[index] = bad
+            chain = sx.LinearChain(unary, transition)
+            for _ in range(2):
+                with pytest.raises(ValueError) as caught:
+                    QUERIES[query](chain, tags)
+                assert name in str(caught.value) and str(bad) in str(caught.value)
+            tensor[index] = kept
+        with pytest.raises(ValueError, match="lengths must be between 1 and 3"):
+            sx.LinearChain(unary, transition, lengths=torch.tensor([1, 4], device=DEVICE))
+
+
+def test_looking_at_values_only() -> None:
+    """An item without a structure is told from one with a bad score."""
+    unary, transition = scores(3, 4, 2, torch.float32)
+    unary[1, 2] = -INF
+    with backend("gpu"):
+        chain = sx.LinearChain(unary, transition)
+        assert chain.log_partition().isinf().tolist() == [False, True, False]
+        for query in (chain.marginals, sx.LinearChain(unary, transition).marginals):
+            with pytest.raises(ValueError, match="item 1 allows no structure"):
+                query()
+        unary[1, 2] = 0.0
+        unary[2, 3] = transition[2, 2] = math.nan
+        padded = sx.LinearChain(unary, transition, lengths=torch.tensor([4, 4, 3], device=DEVICE))
+        assert padded.marginals().isfinite().all()
 
 
 def test_ties_go_to_the_first_tag(dtype: torch.dtype) -> None:

@@ -121,7 +121,7 @@ def test_validation_on_the_device() -> None:
     scores = torch.randn(3, 4, 2, device="cuda")
     scores[1, 2, 0] = math.nan
     with pytest.raises(ValueError, match=r"unary\[1, 2, 0\] is nan"):
-        sx.LinearChain(scores, torch.zeros(2, 2, device="cuda"))
+        sx.LinearChain(scores, torch.zeros(2, 2, device="cuda")).marginals()
     with pytest.raises(ValueError, match="transition is on cpu but unary is on cuda"):
         sx.LinearChain(scores, torch.zeros(2, 2))
 

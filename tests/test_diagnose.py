@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from typing import Any
 
+import numpy as np
 import pytest
+import scipy.optimize
 import torch
 from table import f64, randn
 from torch import Tensor, nn
 
 import structmax as sx
+from structmax.estimators.exact_expectation import every_structure
+from structmax.estimators.objectives import Objectives, _mean
 
 
 def chain() -> sx.LinearChain:
@@ -44,13 +50,24 @@ def test_every_estimator(every: sx.Diagnosis) -> None:
         assert record["variance"] >= 0 and record["milliseconds"] > 0 and record["calls"] > 0
         if record["objective"] != "L(argmax)":
             assert record["against"] == record["objective"]
+            monte_carlo = record["distribution"] in ("perturbed", "noisy")
+            assert record["reference"].startswith("Monte Carlo ±" if monte_carlo else "exact")
+        else:
+            assert record["distribution"] == "own" and record["reference"] == "none of its own"
     for name in ("straight-through", "spigot", "black-box"):
         assert (name, "E[L(z)]") in found and (name, "L(E[z])") in found
 
 
 def test_exact_ones_are_exact(every: sx.Diagnosis) -> None:
+    """Each against its own objective, whatever its distribution."""
     found = records(every)
-    for key in (("marginals", "L(E[z])"), ("exact-expectation", "E[L(z)]")):
+    for key in (
+        ("marginals", "L(E[z])"),
+        ("sparsemap", "L(E[z])"),
+        ("exact-expectation", "E[L(z)]"),
+        ("sparse-expectation", "E[L(z)]"),
+        ("top-k-expectation", "E[L(z)]"),
+    ):
         assert found[key]["bias"] < 1e-9 and found[key]["variance"] < 1e-9
         assert found[key]["cosine"] == pytest.approx(1.0)
 
@@ -60,8 +77,159 @@ def test_unbiased_and_biased_ones(every: sx.Diagnosis) -> None:
     for name in ("reinforce", "ppo", "sum-and-sample"):
         record = found[name, "E[L(z)]"]
         assert record["bias"] < 4 * record["error"] and record["variance"] > 0
+    relaxed = found["perturb-and-parse", "L(E[z])"]
+    assert relaxed["bias"] < 4 * relaxed["error"]
+    for name in ("imle", "perturb-and-map"):
+        assert found[name, "E[L(z)]"]["bias"] > 4 * found[name, "E[L(z)]"]["error"]
     biased = found["straight-through", "E[L(z)]"]
     assert biased["bias"] > 0.1 and biased["variance"] < 1e-9
+
+
+def objectives(structure: sx.Structure, cost: Any) -> Objectives:
+    tensors = {k: t.detach().clone() for k, (t, _) in structure._tensors().items()}
+    leaves = [t.requires_grad_() for t in tensors.values() if t.is_floating_point()]
+    return Objectives(structure._rebuild(**tensors), leaves, cost)
+
+
+def differences(own: Objectives, loss: Any, step: float = 1e-5) -> Tensor:
+    """Central differences of a loss in every leaf, flat."""
+    found = []
+    for leaf in own.leaves:
+        for i in range(leaf.numel()):
+            sides = []
+            for sign in (1, -1):
+                with torch.no_grad():
+                    leaf.view(-1)[i] += sign * step
+                    sides.append(float(loss(own.structure).sum()))
+                    leaf.view(-1)[i] -= sign * step
+            found.append((sides[0] - sides[1]) / (2 * step))
+    return torch.tensor(found, dtype=f64)
+
+
+def solved(structure: sx.Structure) -> Tensor:
+    """SparseMAP's mean as its definition reads: a quadratic program over all structures."""
+    means = []
+    for i in range(len(structure.unary)):
+        z = structure[i].enumerate_support().flatten(1).numpy()
+        s = structure[i].score(structure[i].enumerate_support()).numpy()
+        result = scipy.optimize.minimize(
+            lambda p, z=z, s=s: ((p @ z) ** 2).sum() / 2 - p @ s,
+            np.full(len(z), 1 / len(z)),
+            jac=lambda p, z=z, s=s: z @ (p @ z) - s,
+            bounds=[(0, 1)] * len(z),
+            constraints={"type": "eq", "fun": lambda p: p.sum() - 1},
+            method="SLSQP",
+            options={"ftol": 1e-15, "maxiter": 500},
+        )
+        means.append(torch.from_numpy(result.x @ z).reshape(structure.event_shape))
+    return torch.stack(means)
+
+
+def test_the_objective_of_sparsemap() -> None:
+    """Its gradient is that of L at the solution of the quadratic program, by differences."""
+    torch.manual_seed(3)
+    chain = sx.LinearChain(randn(2, 3, 2), randn(2, 2))
+    own = objectives(chain, cost)
+    found = own.of(sx.estimators.SparseMAP())
+    assert found.error is None and bool(found.gradient.any())
+    wanted = differences(own, lambda s: cost(solved(s.to(f64))), 1e-3)
+    torch.testing.assert_close(found.gradient, wanted, atol=2e-3, rtol=2e-3)
+
+
+def test_the_objective_of_sparse_expectation() -> None:
+    """Differences of Σ pᵢ L(zᵢ), with the probabilities of the solver at moved scores."""
+    own = objectives(chain(), cost)
+
+    def loss(s: sx.Structure) -> Tensor:
+        sparse = s.sparsemap()
+        return (sparse.probs * cost(sparse.structures.movedim(1, 0)).mT).sum(-1)
+
+    for options in ({}, {"penalize": "all"}):
+        found = own.of(sx.estimators.SparseExpectation(**options)).gradient
+        if not options:
+            torch.testing.assert_close(found, differences(own, loss), atol=1e-6, rtol=1e-6)
+        exact = sx.diagnose(chain(), cost, [sx.estimators.SparseExpectation(**options)], samples=1)
+        assert exact.records[0]["bias"] < 1e-9
+
+
+def test_the_objective_of_the_k_best() -> None:
+    own = objectives(chain(), cost)
+
+    def loss(s: sx.Structure) -> Tensor:
+        z, exists = every_structure(s)
+        scores = torch.where(exists, s.score(z), -torch.inf)
+        order = scores.argsort(0, descending=True)[:3]
+        costs = torch.where(exists, cost(z), 0.0)
+        return (scores.gather(0, order).softmax(0) * costs.gather(0, order)).sum(0)
+
+    found = own.of(sx.estimators.TopKExpectation(k=3)).gradient
+    torch.testing.assert_close(found, differences(own, loss), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("objective", ["E[L(z)]", "L(E[z])"])
+def test_the_objective_at_noisy_scores(objective: str) -> None:
+    """On a choice Gumbel noise gives a softmax: what is drawn there is compared with it."""
+    torch.manual_seed(1)
+    weight = randn(5)
+    own = objectives(sx.Choice(randn(2, 5)), lambda z: (z * weight).sum(-1) ** 2 + 3)
+    exact = own.of(sx.estimators.GumbelStraightThrough(), objective)
+    drawn = _mean(own._perturbed(objective, "gumbel", 1.0))
+    assert exact.error is None and drawn.error is not None
+    assert float((drawn.gradient - exact.gradient).norm()) < 3 * drawn.error
+    assert drawn.error < 0.03 * float(exact.gradient.norm())
+
+
+def test_the_objective_of_normal_noise() -> None:
+    """Two tags of one position: P(first) is Φ of the difference, and a transition plays no part;
+    with two positions it does, as differences of frequencies at the same noise tell."""
+    one = sx.LinearChain(torch.tensor([[0.3, -0.2]], dtype=f64), torch.zeros(2, 2, dtype=f64))
+    own = objectives(one, lambda z: 2 * z[..., 0, 0])
+    found = own.of(sx.estimators.PerturbAndMAP(noise="normal"))
+    density = 2 * math.exp(-((0.5 / 2**0.5) ** 2) / 2) / math.sqrt(2 * math.pi) / 2**0.5
+    wanted = torch.tensor([density, -density, 0, 0, 0, 0], dtype=f64)
+    assert found.error is not None and float((found.gradient - wanted).norm()) < 3 * found.error
+    two = sx.LinearChain(randn(2, 2), randn(2, 2))
+    own = objectives(two, cost_of_two)
+    found = own.of(sx.estimators.IMLE(noise="normal"))
+    every = two.enumerate_support()
+    epsilon = torch.randn(100_000, 2, 2, dtype=f64, generator=seed(5))
+    noisy = torch.einsum("sij,nij->sn", epsilon, every)
+
+    def loss(s: sx.Structure) -> Tensor:
+        best = (s.score(every) + noisy).argmax(-1)
+        return cost_of_two(every)[best].mean()
+
+    assert float((differences(own, loss, 0.2) - found.gradient).norm()) < 0.05
+
+
+def cost_of_two(z: Tensor) -> Tensor:
+    w = torch.tensor([[1.0, -1.0], [0.5, 2.0]], dtype=f64)
+    return (z * w).sum((-1, -2)).square()
+
+
+def test_perturbed_estimators_and_their_own_objective() -> None:
+    """With many draws Perturbed is near L(E[z]) of its noise; on a choice I-MLE's is exact."""
+    options = {"many": sx.estimators.Perturbed(samples=400)}
+    (record,) = sx.diagnose(chain(), cost, options, samples=40, generator=seed()).records
+    assert record["bias"] < 4 * record["error"] + 0.02
+    choice = sx.Choice(torch.tensor([0.0, 0.5, 1.0]))
+    names = ["imle", "gumbel-straight-through", "perturb-and-map", "perturbed"]
+    found = records(sx.diagnose(choice, lambda z: z[..., 0], names, samples=3, generator=seed()))
+    quality = [found[name, found_against(name)]["reference"][:5] for name in names]
+    assert quality == ["exact", "exact", "exact", "Monte"]
+    plain = sx.estimators.IMLE(noise=None)  # which is BlackBox
+    result = sx.diagnose(choice, lambda z: z[..., 0], [plain], samples=1)
+    assert [r["reference"] for r in result.records] == ["none of its own"] * 2
+
+
+def test_paths_whose_noise_is_cut_off_have_no_reference() -> None:
+    free = sx.GridPath(-torch.ones(2, 2), moves="all", smoothing=sx.Hard())
+    with pytest.raises(sx.IntractableError, match="cuts noise off"):
+        sx.diagnose(free, lambda z: z.sum((-1, -2)), ["imle"], samples=1)
+
+
+def found_against(name: str) -> str:
+    return sx.estimators.by_name(name).objective
 
 
 def test_calls(every: sx.Diagnosis) -> None:
@@ -143,6 +311,7 @@ def test_incremental_structures() -> None:
     torch.manual_seed(0)
     structure = sx.ShiftReduce(Constant(), randn(1, 4, 2))
     names = ["exact-expectation", "reinforce", "top-k-expectation", "sum-and-sample"]
+    names += ["gumbel-straight-through", "straight-through"]
     worth = randn(7, 2)
     result = sx.diagnose(
         structure, lambda z: (z * worth).sum((-1, -2)) ** 2, names, 30, generator=seed()
@@ -152,3 +321,5 @@ def test_incremental_structures() -> None:
     assert found["top-k-expectation", "E[L(z)]"]["bias"] < 1e-9  # there are five trees
     record = found["reinforce", "E[L(z)]"]
     assert record["bias"] < 4 * record["error"] > 0
+    assert found["gumbel-straight-through", "E[L(z)]"]["distribution"] == "own"
+    assert found["straight-through", "L(E[z])"]["reference"] == "none of its own"

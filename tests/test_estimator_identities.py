@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -103,10 +104,56 @@ def test_adaptive_imle() -> None:
         close(found[0][i], alone[0])
     assert bool(found[0].any())
     nonzeros = sum(int((g != 0).sum()) for g in found[:1]) / 3
-    assert (estimator.alpha < 1) == (nonzeros > 1)
+    assert (estimator.look.alpha < 1) == (nonzeros > 1)
     still = est.IMLE(lam="adaptive", noise=None)
     gradient(still, s, lambda z: 0.0 * z.sum((-1, -2)))
-    assert still.alpha > 1
+    assert still.look.alpha > 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: est.IMLE(lam="adaptive"),
+        lambda: est.Reinforce(baseline="ema"),
+        lambda: est.PPO(samples=2, baseline="ema", normalize=True),
+    ],
+)
+def test_what_an_estimator_learned_is_resumed(make: Callable[[], Any]) -> None:
+    """A model that holds it has it in its state: training goes on with the same losses."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores = torch.nn.Parameter(torch.zeros(8, 6, dtype=f64))
+            self.estimator = make()
+
+    target = 5 * torch.rand(8, 6, dtype=f64, generator=seeded(1))
+
+    def train(model: Model, steps: int) -> list[Tensor]:
+        losses = []
+        for _ in range(steps):
+            choose = sx.KSubset(model.scores, 2)
+            loss = model.estimator.loss(choose, lambda z: ((z - target) ** 2).sum(-1)).sum()
+            (g,) = torch.autograd.grad(loss, model.scores)
+            model.scores.data -= 0.01 * g
+            losses += [loss.detach(), g]
+        return losses
+
+    model = Model()
+    train(model, 20)
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    assert len(state) > 1
+    torch.manual_seed(1)
+    wanted = train(model, 5)
+    for forgets in (False, True):
+        again = Model()
+        again.load_state_dict(state)
+        if forgets:
+            again.estimator = make()
+        torch.manual_seed(1)
+        found = train(again, 5)
+        same = all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert same != forgets
 
 
 def test_imle_marginals_tends_to_marginals() -> None:
@@ -128,6 +175,14 @@ def test_black_box_by_hand() -> None:
     (found,) = gradient(est.BlackBox(0.7), s, cost)
     other = sx.DependencyTree(s.scores - 0.7 * g).argmax()
     close(found, (s.argmax() - other) / 0.7)
+    chain = sx.LinearChain(randn(2, 4, 3), randn(3, 3))  # whose transitions count those of both
+    g, cost = linear(chain, 10.0)
+    z, other = chain.argmax(), sx.LinearChain(chain.unary - 0.7 * g, chain.transition).argmax()
+    pairs = [torch.einsum("bis,bit->st", y[:, :-1], y[:, 1:]) for y in (z, other)]
+    close(
+        gradient(est.BlackBox(0.7), chain, cost), [(z - other) / 0.7, (pairs[0] - pairs[1]) / 0.7]
+    )
+    assert bool((pairs[0] != pairs[1]).any())
 
 
 def test_straight_through_by_marginals_and_softmax() -> None:
@@ -453,6 +508,13 @@ def test_costs_with_items() -> None:
         close(call_cost(function, z, s, where), torch.where(where, cost(z), 0.0))
     fails(lambda: est.BlackBox().loss(s, lambda z: z.sum()), "cost", "(3,)", "got ()")
     fails(lambda: est.BlackBox().loss(s, lambda z, items: z.sum(-1)), "cost", "(3, 5, 5)")
+
+
+def test_an_estimator_is_short() -> None:
+    for name, kind in est.NAMES.items():
+        lines = inspect.getsource(inspect.getmodule(kind)).splitlines()  # type: ignore[arg-type]
+        assert len(lines) <= 80, f"{name} has {len(lines)} lines"
+        assert kind.objective in ("E[L(z)]", "L(argmax)", "L(E[z])") and kind.__doc__
 
 
 def test_names_and_options() -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from estimators_table import ESTIMATORS, WITHOUT_ADDITIONAL
 from table import ROWS, f64
-from torch import Tensor
+from test_incremental import MergePolicy, StackPolicy
+from torch import Tensor, nn
 
 import structmax as sx
 from structmax import estimators as est
@@ -37,7 +38,7 @@ def applicable(row: str, structure: sx.Structure) -> est.Estimator:
     estimator = ESTIMATORS[row]()
     if not estimator.applies_to(structure):
         pytest.skip(f"{row} does not apply to {structure!r}")
-    if row == "straight-through-softmax" and structure._local_groups is None:
+    if row == "straight-through-softmax" and getattr(structure, "_local_groups", True) is None:
         pytest.skip("no local groups")
     return estimator
 
@@ -86,11 +87,19 @@ def test_every_pair(name: str, row: str) -> None:
     torch.manual_seed(0)
     again = gradients(ESTIMATORS[row](), s, cost)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), "another seed"
+    leaves = [t.requires_grad_() for t in _scores(s)]
     if is_loss_only(estimator) or row == "spigot-steps":
         with pytest.raises(TypeError, match=r"\.loss\(structure, cost\)"):
             estimator(s)
+        live, losses = _with_scores(s, leaves), []
+        for _ in range(2):  # of one structure, in one graph
+            torch.manual_seed(0)
+            losses.append(ESTIMATORS[row]().loss(live, cost).sum())
+        if losses[0].requires_grad:
+            both = torch.autograd.grad(sum(losses), leaves, materialize_grads=True)
+            for a, b in zip(both, first[1:], strict=True):
+                close(a, 2 * b)
         return
-    leaves = [t.requires_grad_() for t in _scores(s)]
 
     def make() -> Tensor:
         return ESTIMATORS[row]()(_with_scores(s, leaves))
@@ -114,6 +123,58 @@ def test_every_pair(name: str, row: str) -> None:
     single = torch.autograd.grad(cost(make()).sum(), leaves, **nothing)
     for a, b in zip(both, single, strict=True):
         close(a, 2 * b)
+
+
+class Forbidding(nn.Module):
+    """A policy with −inf: it shifts the third word at once, or merges at the left end last."""
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__()
+        self.policy, self.start, self.advance = policy, policy.start, policy.advance
+
+    def scores(self, state: Any) -> Tensor:
+        scores = self.policy.scores(state)
+        first = torch.arange(scores.shape[1]) == 0
+        if isinstance(self.policy, MergePolicy):
+            return scores.masked_fill(first & (scores.shape[1] > 1), -math.inf)
+        return scores.masked_fill(~first & (state["next"] == 2)[:, None], -math.inf)
+
+
+@pytest.mark.parametrize("row", ESTIMATORS)
+@pytest.mark.parametrize("lengths", [[4, 1, 3], None])
+@pytest.mark.parametrize("kind", [sx.ShiftReduce, sx.EasyFirst])
+def test_every_pair_of_a_policy(kind: Any, lengths: list[int] | None, row: str) -> None:
+    """The same for structures that are built step by step; without lengths some steps are −inf."""
+    torch.manual_seed(0)
+    policy: nn.Module = StackPolicy() if kind is sx.ShiftReduce else MergePolicy()
+    if lengths is None:
+        policy = Forbidding(policy)
+    inputs = torch.randn(3, 4, 3, dtype=f64).requires_grad_()
+    s = kind(policy, inputs, lengths and torch.tensor(lengths))
+    estimator, cost = applicable(row, s), cost_of(s)
+    leaves = [inputs, *policy.parameters()]
+
+    def loss() -> Tensor:
+        torch.manual_seed(0)
+        found = ESTIMATORS[row]().loss(s, cost)
+        assert found.shape == (3,)
+        return found.sum()
+
+    once, again = (torch.autograd.grad(loss(), leaves, materialize_grads=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True)), "another seed"
+    assert all(bool(g.isfinite().all()) for g in once)
+    if row != "reinforce-self-critic":  # whose draws may all be the greedy one
+        assert any(bool(g.any()) for g in once)
+    if lengths:
+        assert not bool(once[0][1, 1:].any()) and not bool(once[0][2, 3:].any())
+    both = torch.autograd.grad(loss() + loss(), leaves, materialize_grads=True)
+    for a, b in zip(both, once, strict=True):
+        close(a, 2 * b)
+    if not is_loss_only(estimator):
+        z = estimator(s)
+        lead = (2,) if getattr(estimator, "samples", 1) == 2 else ()
+        assert z.shape == (*lead, 3, *s.event_shape) and z.requires_grad
+        assert bool(s.log_prob(z.detach()).isfinite().all())
 
 
 @pytest.mark.parametrize("row", ESTIMATORS)

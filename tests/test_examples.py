@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 
+import structmax as sx
+
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
 
@@ -23,6 +25,7 @@ def test_latent_category(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[s
     example = load("latent_category")
     results = example.main(steps=3, out=str(tmp_path / "picture.png"))
     assert set(results) == {"pre-training", "multi-task", *example.METHODS}
+    assert {kind for kind, _ in example.METHODS.values()} == set(sx.estimators.NAMES)
     text = capsys.readouterr().out
     assert "reinforce, leave-one-out" in text and "E[L(z)]" in text
     if importlib.util.find_spec("matplotlib"):

@@ -576,3 +576,25 @@ def test_a_chain_whose_weights_underflow() -> None:
     torch.testing.assert_close(chain.log_partition().double(), value, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(chain.marginals().double(), mu, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(chain.edge_marginals().double(), edges, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [f32, f64], ids=str)
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("bound", [19.9, 20.1])
+def test_chain_scores_at_the_bound(bound: float, shared: bool, dtype: torch.dtype) -> None:
+    """Exponentials are taken of scores as they are up to some size, and of differences beyond."""
+    random = torch.Generator().manual_seed(0)
+    shapes = (3, 30, 5), (5, 5) if shared else (3, 29, 5, 5)
+    scores = [torch.rand(shape, generator=random, dtype=f64) for shape in shapes]
+    unary, transition = (torch.where(x < 0.5, -bound, bound - x).to(dtype) for x in scores)
+    unary[1], unary[2] = bound, -bound  # all at one end
+    transition[..., 0, 1] = -math.inf
+    chain = sx.LinearChain(unary, transition)
+    exact = chain.to(f64)
+    with sx.backend("naive"):
+        reference = exact.log_partition(), exact.marginals(), exact.edge_marginals()
+    tolerance = 1e-5 if dtype == f32 else 1e-12
+    ours = chain.log_partition(), chain.marginals(), chain.edge_marginals()
+    for a, b in zip(ours, reference, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
+    assert not chain.edge_marginals()[..., 0, 1].any()

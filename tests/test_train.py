@@ -473,6 +473,8 @@ def small(**changes):
     ("encoder", "estimator"),
     [
         ("spinn", "ppo:updates=2,baseline=ema,normalize=true"),
+        ("spinn", "reinforce:baseline=ema"),
+        ("cky", "imle:lam=adaptive"),
         ("easy-first", "top-k-expectation:k=2"),
         ("easy-first", "gumbel-straight-through"),
         ("spinn", "supervised"),

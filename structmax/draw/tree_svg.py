@@ -1,67 +1,92 @@
-"""Trees as SVG, and a page of them."""
+"""Trees as SVG, the chart of their spans, and a page of pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from itertools import pairwise
 
 from structmax.draw.layout import nodes
+from structmax.draw.svg import BLUE, FAINT, ORANGE, Canvas, Drawing, columns, opacity
 
-STYLE = """
-svg { font: 14px ui-monospace, monospace; color-scheme: light dark; }
-svg text { fill: #222; text-anchor: middle; }
-svg path { fill: none; stroke: #4269d0; stroke-width: 1.5; }
-svg path.other { stroke: #d9480f; stroke-dasharray: 4 3; }
-@media (prefers-color-scheme: dark) {
-  svg text { fill: #ddd; }
-  svg path { stroke: #8fb0ff; }
-  svg path.other { stroke: #ff9a6b; }
-}
-""".strip()
-
-LETTER, GAP, RISE, MARGIN = 8.5, 14, 20, 12  # in pixels
+RISE, STEP = 24.0, 13.0  # of a tree's levels and of a chart's
 
 
 def tree_svg(
     words: Sequence[str],
     spans: Iterable[Sequence[int]],
     gold: Iterable[Sequence[int]] | None = None,
-) -> str:
+    labels: Mapping[tuple[int, int], str] | None = None,
+) -> Drawing:
     """A binary tree above its words, on its own or inside a page.
 
     Args:
         words: the leaves
         spans: the inner nodes, each the first and the last of its words
         gold: spans to compare with; a node that is not among them is dashed, in another colour
+        labels: what to write at a span, leaves included
 
     >>> tree_svg(["a", "b"], [(0, 1)]).count("<path")
     1
     """
     wanted = None if gold is None else {(int(i), int(j)) for i, j in gold}
-    x, height, at = [], [0] * len(words), float(MARGIN)
-    for word in words:
-        width = max(len(word), 1) * LETTER
-        x.append(at + width / 2)
-        at += width + GAP
+    labels = labels or {}
+    wide = [max(word, labels.get((i, i), ""), key=len) for i, word in enumerate(words)]
+    borders = columns(wide)
+    x = [(a + b) / 2 for a, b in pairwise(borders)]
     inner = nodes(len(words), spans)
+    height = [0] * len(words)
     for node in inner:
         x.append((x[node.left] + x[node.right]) / 2)
         height.append(max(height[node.left], height[node.right]) + 1)
-    base = MARGIN + max(height, default=0) * RISE
-    y = [base - h * RISE for h in height]
-    drawn = []
+    foot = 18.0 if any(i == j for i, j in labels) else 0.0
+    y = [-h * RISE for h in height]
+    canvas = Canvas()
     for number, node in enumerate(inner, len(words)):
         other = wanted is not None and (node.first, node.last) not in wanted
-        kind = ' class="other"' if other else ""
-        path = f"M{x[node.left]:.1f},{y[node.left]} V{y[number]} H{x[node.right]:.1f}"
-        drawn.append(f'<path{kind} d="{path} V{y[node.right]}"/>')
+        corners = [(x[node.left], y[node.left]), (x[node.left], y[number]),
+                   (x[node.right], y[number]), (x[node.right], y[node.right])]  # fmt: skip
+        dashes = {"class": "other", "stroke_dasharray": "4 3"} if other else {}
+        ink = ORANGE if other else BLUE
+        canvas.path(corners, stroke=ink, stroke_width=1.5, stroke_linejoin="round", **dashes)
+        if label := labels.get((node.first, node.last)):
+            canvas.text(x[number], y[number] + 13, label, size=11)  # no line passes below
     for i, word in enumerate(words):
-        drawn.append(f'<text x="{x[i]:.1f}" y="{base + 18}">{escape(word)}</text>')
-    size = f'width="{at - GAP + MARGIN:.0f}" height="{base + 30}"'
-    body = "\n".join(drawn)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{STYLE}</style>\n{body}\n</svg>\n'
-    )
+        canvas.text(x[i], 17 + foot, word)
+        if label := labels.get((i, i)):
+            canvas.text(x[i], 15, label, size=11, fill=BLUE)
+    return canvas.drawing()
+
+
+def chart_svg(words: Sequence[str], weights: Mapping[tuple[int, int], float]) -> Drawing:
+    """All spans as the cells of a triangle above the words, as opaque as they are heavy.
+
+    The cell of a span is where the diagonals from its first and its last word meet; the whole
+    sentence is at the top.
+
+    >>> chart_svg(["a", "b"], {(0, 0): 1.0, (1, 1): 1.0, (0, 1): 0.5}).count("<path")
+    3
+    """
+    borders = columns(words)
+    canvas = Canvas()
+
+    def corner(a: int, b: int) -> tuple[float, float]:
+        return (borders[a] + borders[b]) / 2, (a - b) * STEP
+
+    n = len(words)
+    for i in range(n):
+        for j in range(i, n):
+            weight = float(weights.get((i, j), 0.0))
+            corners = [corner(i, j), corner(i, j + 1), corner(i + 1, j + 1)]
+            corners += [corner(i + 1, j)] if i < j else []
+            shade = opacity(weight) if weight >= FAINT else "0"
+            canvas.path(
+                [*corners, corners[0]], fill=BLUE, fill_opacity=shade, stroke="currentColor",
+                stroke_opacity="0.25", title=f"{' '.join(words[i : j + 1])}: {weight:.3f}",
+            )  # fmt: skip
+    for a, b, word in zip(borders, borders[1:], words):
+        canvas.text((a + b) / 2, 17, word)
+    return canvas.drawing()
 
 
 def page(title: str, pictures: Iterable[tuple[str, str]]) -> str:
@@ -77,7 +102,8 @@ def page(title: str, pictures: Iterable[tuple[str, str]]) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<title>{escape(title)}</title>\n"
-        "<style>body { font: 15px system-ui, sans-serif; margin: 2em; color-scheme: light dark; }\n"
+        "<style>:root { color-scheme: light dark; }\n"
+        "body { font: 15px system-ui, sans-serif; margin: 2em; }\n"
         "figure { overflow-x: auto; margin: 2em 0; }</style></head>\n"
         f"<body><h1>{escape(title)}</h1>\n{figures}\n</body></html>\n"
     )

@@ -19,7 +19,9 @@ Pullback = Callable[[Any, Tensor, Tensor], Tensor]
 class Estimator:
     """A way to train through a structure: z with a gradient, or a loss with one.
 
-    ``objective`` says what is estimated: ``"E[L(z)]"``, ``"L(argmax)"`` or ``"L(E[z])"``.
+    ``objective`` says what is estimated: ``"E[L(z)]"``, ``"L(argmax)"`` or ``"L(E[z])"``, and
+    ``distribution`` of which z: ``"own"``, the structure's, ``"sparsemap"``, ``"top-k"``,
+    ``"perturbed"``, the argmax at noisy scores, or ``"noisy"``, the structure's at noisy scores.
     ``needs`` names the queries that a structure must have; ``applies_to`` compares.
 
     >>> import structmax as sx
@@ -28,6 +30,7 @@ class Estimator:
     """
 
     objective: str
+    distribution: str = "own"
     needs: frozenset[str]
 
     def __call__(self, structure: Structure) -> Tensor:
@@ -74,7 +77,7 @@ def call_cost(
     if where is not None:  # nobody defined the cost of what is no structure
         where = where.expand(shape)
         first = z[(slice(1),) * (len(shape) - len(structure.batch_shape))]
-        z = torch.where(where[(..., *[None] * len(structure.event_shape))], z, first)
+        z = torch.where(wide(where, structure), z, first)
     if _required_arguments(cost) < 2:
         costs, wanted = cost(z), shape
         given = f"z of shape {tuple(z.shape)}"
@@ -128,6 +131,11 @@ def at_least(owner: Any, option: str, least: float, strict: bool = False) -> Non
         raise ValueError(
             f"{type(owner).__name__}: {option} must be {number} {limit}, got {value!r}."
         )
+
+
+def wide(t: Tensor, structure: Structure) -> Tensor:
+    """``(*sample, *batch)`` made to broadcast against z ``(*sample, *batch, *parts)``."""
+    return t[(..., *[None] * len(structure.event_shape))]
 
 
 def straight(structure: Structure, g: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""What REINFORCE subtracts from costs: baselines, and running moments of earlier calls."""
+"""What REINFORCE knows of its draws: baselines, and running moments of earlier calls."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +12,32 @@ from structmax.structures.base import Structure
 KINDS = (None, "ema", "self-critic", "leave-one-out")
 
 
+class Draws(NamedTuple):
+    """Structures ``(samples, *batch, *parts)``; the rest is ``(samples, *batch)``."""
+
+    z: Tensor
+    log_prob: Tensor
+    costs: Tensor
+    advantage: Tensor
+
+
+def regularized(loss: Tensor, structure: Structure, weight: float) -> Tensor:
+    """loss − weight · H(p), where the structure has an entropy."""
+    return loss - weight * structure.entropy() if weight and structure.supports("entropy") else loss
+
+
 class RunningMoments(nn.Module):
     """Exponentially weighted mean and variance of the values of earlier calls, as buffers.
 
     >>> moments = RunningMoments(decay=0.5)
-    >>> moments.mean()
-    tensor(0.)
+    >>> moments.mean().item()
+    0.0
     >>> moments.update(torch.tensor([1.0, 3.0]))
     >>> moments.update(torch.tensor([5.0, 5.0]))
-    >>> moments.mean(), moments.variance()  # (½·2 + 5)/1½ and, within calls, (½·1 + 0)/1½
-    (tensor(4.), tensor(0.3333))
+    >>> moments.mean().item()  # (½·2 + 5)/1½
+    4.0
+    >>> round(moments.variance().item(), 4)  # within calls: (½·1 + 0)/1½
+    0.3333
     """
 
     weight: Tensor
@@ -32,7 +48,7 @@ class RunningMoments(nn.Module):
         super().__init__()
         self.decay = decay
         for name in ("weight", "total", "spread"):
-            self.register_buffer(name, torch.zeros(()))
+            self.register_buffer(name, torch.zeros((), dtype=torch.float64))
 
     def mean(self) -> Tensor:
         """0 before the first update."""
@@ -45,10 +61,30 @@ class RunningMoments(nn.Module):
     @torch.no_grad()
     def update(self, values: Tensor) -> None:
         """Adds the values of one call, which count as one however many they are."""
-        one = torch.ones((), dtype=values.dtype, device=values.device)
-        new = {"weight": one, "total": values.mean(), "spread": values.var(correction=0)}
+        values = values.to(self.total)
+        new = {"weight": 1.0, "total": values.mean(), "spread": values.var(correction=0)}
         for name, value in new.items():
-            setattr(self, name, self.decay * getattr(self, name).to(value) + value)
+            setattr(self, name, self.decay * getattr(self, name) + value)
+
+
+class Scale(RunningMoments):
+    """Values over their running standard deviation in earlier calls, where that is above 1; as
+    they are if ``on`` is False."""
+
+    def __init__(self, on: bool) -> None:
+        super().__init__()
+        self.on = on
+
+    def extra_repr(self) -> str:
+        return f"on={self.on}"
+
+    def forward(self, values: Tensor) -> Tensor:
+        if not self.on:
+            return values
+        deviation = self.variance().sqrt().clamp(min=1.0).to(values)
+        if self.training:  # what these draws teach serves the next
+            self.update(values)
+        return values / deviation
 
 
 class Baseline(nn.Module):

@@ -42,6 +42,8 @@ class GumbelStraightThrough(Estimator):
     generator: torch.Generator | None = field(default=None, repr=False)
 
     objective = "E[L(z)]"
+    distribution = "perturbed"
+    noise = "gumbel"
     needs = frozenset(["argmax"])
 
     def __post_init__(self) -> None:

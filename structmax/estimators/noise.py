@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from structmax.estimators.base import at_least, one_of
 from structmax.smoothing import Shannon
 from structmax.structures.base import Structure
 
@@ -14,21 +16,37 @@ KINDS = ("gumbel", "sum-of-gamma", "normal")
 EULER = 0.5772156649015329
 
 
+def check(owner: Any, kinds: tuple[str | None, ...] = KINDS) -> None:
+    """The options ``noise`` and ``samples`` of an estimator."""
+    one_of(owner, "noise", kinds)
+    at_least(owner, "samples", 1)
+
+
 def draw(
-    kind: str, structure: Structure, samples: int = 1, generator: torch.Generator | None = None
+    kind: str | None,
+    structure: Structure,
+    samples: int = 1,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """Noise that suits the distribution: ``unit`` noise times the temperature of ``sx.Shannon``.
 
     Then the argmax at scores with Gumbel noise is a draw of ``sx.Choice``.
     """
-    noise = unit(kind, structure, samples, generator)
-    return noise * structure.temperature if isinstance(structure.smoothing, Shannon) else noise
+    return width(structure) * unit(kind, structure, samples, generator)
+
+
+def width(structure: Structure) -> float:
+    """By what ``draw`` multiplies: the temperature under ``sx.Shannon``, otherwise 1."""
+    return structure.temperature if isinstance(structure.smoothing, Shannon) else 1.0
 
 
 def unit(
-    kind: str, structure: Structure, samples: int = 1, generator: torch.Generator | None = None
+    kind: str | None,
+    structure: Structure,
+    samples: int = 1,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Noise for the primary scores, ``(*batch, *parts)``; ``(samples, ...)`` if several.
+    """Noise for the primary scores, ``(*batch, *parts)``; ``(samples, ...)`` if several. None is 0.
 
     >>> import structmax as sx
     >>> unit("gumbel", sx.Choice(torch.zeros(3)), generator=torch.Generator().manual_seed(0))
@@ -37,6 +55,8 @@ def unit(
     scores = structure.primary.detach()
     shape = scores.shape if samples == 1 else (samples, *scores.shape)
     like = scores.new_empty(shape)
+    if kind is None:
+        return like.zero_()
     if kind == "gumbel":
         return gumbel(like, generator)
     if kind == "normal":

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from structmax.estimators import noise
-from structmax.estimators.base import Estimator, at_least, one_of, straight, surrogate
+from structmax.estimators.base import Estimator, straight, surrogate
 from structmax.structures.base import Structure
 
 
@@ -40,11 +40,11 @@ class PerturbAndMAP(Estimator):
     generator: torch.Generator | None = field(default=None, repr=False)
 
     objective = "E[L(z)]"
+    distribution = "perturbed"
     needs = frozenset(["argmax"])
 
     def __post_init__(self) -> None:
-        one_of(self, "noise", noise.KINDS)
-        at_least(self, "samples", 1)
+        noise.check(self)
 
     def __call__(self, structure: Structure) -> Tensor:
         with torch.no_grad():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from structmax.estimators import noise
-from structmax.estimators.base import Estimator, at_least, one_of, surrogate
+from structmax.estimators.base import Estimator, surrogate
 from structmax.structures.base import Structure
 
 
@@ -46,13 +46,14 @@ class PerturbAndParse(Estimator):
     generator: torch.Generator | None = field(default=None, repr=False)
 
     objective = "L(E[z])"
+    distribution = "noisy"
     needs = frozenset(["marginals"])
 
     def __post_init__(self) -> None:
-        one_of(self, "noise", noise.KINDS)
-        at_least(self, "samples", 1)
+        noise.check(self)
         if self.hard:
-            self.objective, self.needs = "E[L(z)]", frozenset(["argmax", "marginals"])
+            self.objective, self.distribution = "E[L(z)]", "perturbed"
+            self.needs = frozenset(["argmax", "marginals"])
         elif self.noise == "sum-of-gamma":  # which counts the parts of the best structure
             self.needs = frozenset(["argmax", "marginals"])
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from structmax.estimators import noise
-from structmax.estimators.base import Estimator, at_least, one_of, surrogate
+from structmax.estimators.base import Estimator, at_least, surrogate
 from structmax.structures.base import Structure
 
 
@@ -48,12 +48,12 @@ class Perturbed(Estimator):
     generator: torch.Generator | None = field(default=None, repr=False)
 
     objective = "L(E[z])"
+    distribution = "perturbed"
     needs = frozenset(["argmax", "score"])
 
     def __post_init__(self) -> None:
         at_least(self, "sigma", 0.0, strict=True)
-        at_least(self, "samples", 1)
-        one_of(self, "noise", ("normal", "gumbel"))
+        noise.check(self, ("normal", "gumbel"))
 
     def __call__(self, structure: Structure) -> Tensor:
         with torch.no_grad():

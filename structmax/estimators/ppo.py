@@ -6,18 +6,18 @@ import torch
 from torch import Tensor, nn
 
 from structmax.estimators.base import at_least
-from structmax.estimators.reinforce import Draws, Reinforce
+from structmax.estimators.baselines import Draws, regularized
+from structmax.estimators.reinforce import Reinforce
 from structmax.structures.base import Structure
 
 
 class PPO(Reinforce):
     """∇E[max(r A, clip(r, 1 − ε, 1 + ε) A)] with r = p_new(z)/p_old(z), A = L(z) − b, at old draws.
 
-    Schulman et al., "Proximal policy optimization algorithms", 2017, equation 7, for costs; used
-    for latent trees by Havrylov et al., 2019. ``loss`` draws, evaluates the cost and keeps both:
-    that first update is :class:`Reinforce`, unbiased. ``replay`` gives the loss of each further
-    update, biased by the clipping and by costs of an older cost function: it trains the scores, and
-    not what the cost itself holds. Needs samples, once for all updates.
+    Schulman et al. 2017, "Proximal policy optimization algorithms", equation 7; Havrylov et al.
+    2019, for latent trees. ``loss`` draws, evaluates the cost and keeps both: that first update is
+    :class:`Reinforce`, unbiased. ``replay`` gives the loss of each further one, biased by clipping
+    and by costs that have aged: it trains the scores only. Needs samples, once for all updates.
 
     Args:
         clip: ε
@@ -31,8 +31,7 @@ class PPO(Reinforce):
     >>> estimator = PPO(updates=3, samples=8, baseline="leave-one-out")
     >>> loss = estimator.loss(sx.Choice(scores), lambda z: z @ torch.tensor([0.0, 1.0, 5.0]))
     >>> for update in range(estimator.updates):
-    ...     if update > 0:
-    ...         loss = estimator.replay(sx.Choice(scores))
+    ...     loss = loss if update == 0 else estimator.replay(sx.Choice(scores))
     ...     optimizer.zero_grad()
     ...     loss.backward()
     ...     optimizer.step()
@@ -58,8 +57,7 @@ class PPO(Reinforce):
         self._left = 0
 
     def _total(self, structure: Structure, draws: Draws) -> Tensor:
-        self._draws = Draws(*(t.detach() for t in draws))
-        self._left = self.updates - 1
+        self._draws, self._left = Draws(*(t.detach() for t in draws)), self.updates - 1
         return super()._total(structure, draws)
 
     def replay(self, new_structure: Structure) -> Tensor:
@@ -78,5 +76,5 @@ class PPO(Reinforce):
         self._left -= 1
         ratio = (new_structure.log_prob(old.z) - old.log_prob).exp()
         clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
-        worst = torch.maximum(ratio * old.advantage, clipped * old.advantage)
-        return self._regularized(new_structure, (old.costs + worst - old.advantage).mean(0))
+        worst = torch.maximum(ratio * old.advantage, clipped * old.advantage) - old.advantage
+        return regularized((old.costs + worst).mean(0), new_structure, self.entropy_weight)

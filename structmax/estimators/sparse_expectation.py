@@ -35,6 +35,7 @@ class SparseExpectation(Estimator):
     """
 
     objective = "E[L(z)]"
+    distribution = "sparsemap"
     needs = frozenset(["sparsemap"])
 
     def __init__(self, **options: Any) -> None:

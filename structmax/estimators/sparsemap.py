@@ -30,6 +30,7 @@ class SparseMAP(Estimator):
     """
 
     objective = "L(E[z])"
+    distribution = "sparsemap"
     needs = frozenset(["sparsemap"])
 
     def __call__(self, structure: Structure) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from structmax.estimators.base import Estimator, at_least, one_of, straight, surrogate
+from structmax.estimators.base import Estimator, at_least, one_of, straight, surrogate, wide
 from structmax.structures.base import Structure
 from structmax.structures.incremental import Incremental
 
@@ -23,7 +23,6 @@ class StraightThrough(Estimator):
     - ``"softmax"``: that of the softmax in each local group (the tags of a position, the heads of a
       word), as if there were no structure; an error where there are no such groups. Scores of
       additional parts get none.
-
     - ``"beam"``: that of the mean of the k best structures under p ∝ exp(score/γ) among them, for
       additional parts too. Needs topk instead of argmax.
 
@@ -71,13 +70,11 @@ class StraightThrough(Estimator):
     def _pullback(self, structure: Structure, z: Tensor, g: Tensor) -> Tensor:
         if self.backward == "identity":
             return straight(structure, g)
-        if self.backward == "marginals":
-            return structure.marginals() * g
-        return structure.local_softmax() * g
+        smooth = structure.marginals if self.backward == "marginals" else structure.local_softmax
+        return smooth() * g
 
     def _over_beam(self, structure: Structure) -> Tensor:
         best, at = structure.topk(self.k), len(structure.batch_shape)
         p = (best.scores / structure.temperature).softmax(-1)
-        p = p[(..., *[None] * len(structure.event_shape))].to(best.structures.dtype)
-        mean = (p * best.structures.detach()).sum(at)
+        mean = (wide(p, structure).to(best.structures.dtype) * best.structures.detach()).sum(at)
         return best.structures.select(at, 0).detach() + (mean - mean.detach())

@@ -37,6 +37,7 @@ class TopKExpectation(Estimator):
     k: int = 8
 
     objective = "E[L(z)]"
+    distribution = "top-k"
     needs = frozenset(["topk"])
 
     def __post_init__(self) -> None:

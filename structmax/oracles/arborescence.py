@@ -3,7 +3,8 @@
 Scores ``(*B, s, s)`` are of arcs ``[head, modifier]``; node 0 is the root, and an item has words
 1..length. A tree gives every word one head; ``single`` allows the root one modifier only. Answers
 are heads ``(*B, s−1)``, 0 in the padding. Where there is no tree the score is −inf, where a score
-is NaN it is NaN. Everything runs on the CPU: other tensors are copied there and back.
+is NaN it is NaN. ``best_tree`` of up to 127 words runs on a GPU; everything else runs on the CPU,
+and other tensors are copied there and back.
 """
 
 from __future__ import annotations
@@ -162,9 +163,18 @@ def _flat(scores: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     return scores.reshape(items, *scores.shape[lengths.dim() :]).cpu(), lengths.reshape(-1).cpu()
 
 
+MAX_SIDE_ON_GPU = 128  # rows of a square of float64 that one program's registers hold
+
+
 def _run_argmax(scores: Tensor, lengths: Tensor, single: bool) -> list[Tensor]:
-    value, heads = _engine(scores).argmax(*_flat(scores, lengths), single)
     batch, s = lengths.shape, scores.shape[-1]
+    if backend_for(scores) == "gpu" and s <= MAX_SIDE_ON_GPU:
+        from structmax.oracles import arborescence_gpu
+
+        flat = scores.reshape(batch.numel(), s, s), lengths.reshape(-1)
+        value, heads = arborescence_gpu.argmax(*flat, single)
+    else:
+        value, heads = _engine(scores).argmax(*_flat(scores, lengths), single)
     return [value.to(scores).reshape(batch), heads.to(scores.device).reshape(*batch, s - 1)]
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from structmax.jit import kernel, run_chunks
+from structmax.oracles.lanes_cpu import LANES, largest
 
 
 @kernel(fused=True, inner=True)
@@ -53,38 +54,49 @@ def _contract(members: Any, n: int, gain: Any, source: Any, best: Any) -> None:
 
 
 @kernel(inner=True)
-def _best_arc(row: Any, n: int, single: bool) -> int:
+def new_gain(s: int) -> Any:
+    """Room for scores of heads, a row for each word: the root, then whole vectors of words."""
+    return np.full((s, 1 + -(-(s - 1) // LANES) * LANES), -math.inf)
+
+
+@kernel(inner=True)
+def _best_arc(row: Any, single: bool) -> int:
     """The head of largest gain, −1 if there is none; a single root only where there is no other."""
-    up, top, also, next_top = -1, -math.inf, -1, -math.inf
-    for u in range(1, n, 2):  # odd and even ones, so that neither waits for the other
-        up, top = (u, row[u]) if row[u] > top else (up, top)
-        also, next_top = (u + 1, row[u + 1]) if row[u + 1] > next_top else (also, next_top)
-    if n % 2 and row[n] > top:
-        up, top = n, row[n]
-    up, top = (also, next_top) if next_top > top else (up, top)
-    return 0 if (up < 0 or not single) and row[0] > top else up
+    up = largest(row[1:]) + 1
+    if up == len(row):
+        return 0 if row[0] > -math.inf else -1
+    return 0 if not single and row[0] > row[up] else up
 
 
 @kernel(inner=True)
 def _best_tree(S: Any, n: int, single: bool, gain: Any, ints: Any, big: Any, heads: Any) -> bool:
     """Writes the head of each word; False if there is no tree."""
+    for i in range(1, n + 1):
+        row = gain[i]
+        for j in range(n + 1):
+            row[j] = S[i, j]
+        for j in range(n + 1, len(row)):
+            row[j] = -math.inf
+    return grow_tree(gain, n, single, ints, big, heads)
+
+
+@kernel(inner=True)
+def grow_tree(gain: Any, n: int, single: bool, ints: Any, big: Any, heads: Any) -> bool:
+    """As ``_best_tree``, of scores in ``gain``, which are lost; −inf past n."""
     source = ints
     node, name, best, place, members = big[0], big[1], big[2], big[3], big[4]
     parent, arc_head, arc_word = big[5], big[6], big[7]
-    # what all heads of a word share, or all root arcs of which one is used, is taken out first
+    # what all root arcs share, if one is used, is taken out first
     common = -math.inf
     for i in range(1, n + 1):
-        common = max(common, S[i, 0])
+        gain[i, i] = -math.inf
+        common = max(common, gain[i, 0])
     common = common if single and common > -math.inf else 0.0
     for i in range(1, n + 1):
-        row = gain[i, : n + 1]
-        row[:] = S[i, : n + 1]
-        row[0] -= common
-        row[i] = -math.inf
-        best[i] = _best_arc(row, n, single)
+        gain[i, 0] -= common
+        best[i] = _best_arc(gain[i], single)
         if best[i] < 0:
             return False
-        _less(row, row[best[i]])
     for v in range(2 * n + 1):
         parent[v] = -1
     for v in range(n + 1):
@@ -114,13 +126,15 @@ def _best_tree(S: Any, n: int, single: bool, gain: Any, ints: Any, big: Any, hea
             for at in range(low, size):
                 place[members[at]] = -3  # gone
                 parent[name[members[at]]] = names
-            for u in range(n + 1):
-                if place[node[u]] == -3:
-                    node[u], gain[above, u] = above, -math.inf
+            row = gain[above]
+            for u in range(n + 1):  # no branch, which nobody could predict
+                inside = place[node[u]] == -3
+                node[u] = above if inside else node[u]
+                row[u] = -math.inf if inside else row[u]
             c, size = above, low
             name[c] = names
             names += 1
-            best[c] = _best_arc(gain[c], n, single)
+            best[c] = _best_arc(gain[c], single)
             if best[c] < 0:
                 return False
         for at in range(size):
@@ -167,7 +181,7 @@ def _argmax_items(
     low: int, high: int, theta: Any, lengths: Any, single: bool, value: Any, out: Any
 ) -> None:
     s = theta.shape[1]
-    S, gain = np.empty((s, s)), np.empty((s, s))
+    S, gain = np.empty((s, s)), new_gain(s)
     label, ints = np.empty((s, s), np.int64), np.empty((s, s), np.int64)
     big, heads = np.empty((8, 2 * s), np.int64), np.zeros(s, np.int64)
     for item in range(low, high):
@@ -185,7 +199,7 @@ def _argmax_items(
 @kernel
 def _rest_items(low: int, high: int, theta: Any, lengths: Any, single: bool, rest: Any) -> None:
     s = theta.shape[1]
-    S, gain = np.empty((s, s)), np.empty((s, s))
+    S, gain = np.empty((s, s)), new_gain(s)
     label, ints = np.empty((s, s), np.int64), np.empty((s, s), np.int64)
     big, heads, row = np.empty((8, 2 * s), np.int64), np.zeros(s, np.int64), np.empty(s)
     for item in range(low, high):
@@ -210,7 +224,7 @@ def _kbest_items(
     low: int, high: int, theta: Any, lengths: Any, single: bool, value: Any, out: Any
 ) -> None:
     s, c, k = theta.shape[1], theta.shape[3], out.shape[1]
-    best, S, gain = np.empty((s, s)), np.empty((s, s)), np.empty((s, s))
+    best, S, gain = np.empty((s, s)), np.empty((s, s)), new_gain(s)
     label, ints = np.empty((s, s), np.int64), np.empty((s, s), np.int64)
     big, heads = np.empty((8, 2 * s), np.int64), np.zeros(s, np.int64)
     for item in range(low, high):

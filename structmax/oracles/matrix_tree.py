@@ -8,8 +8,9 @@ whether the root has a ``"single"`` modifier or ``"multi"``.
 Z is a determinant, but log det loses all digits once scores spread over some forty nats, since
 chances are then differences of nearly equal numbers. So everything here removes words one at a time
 without a subtraction (see ``matrix_tree_cpu`` for the recurrence and for the single root). Only on
-the GPU, where n small steps are slow, and only if scores spread over less than ``LU_SPREAD`` nats
-and no arc is forbidden, the inverse of the Laplacian answers, in float64.
+the GPU, for second derivatives and for more than 255 words, where n small steps are slow, and only
+if scores spread over less than ``LU_SPREAD`` nats and no arc is forbidden, the inverse of the
+Laplacian answers, in float64.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from structmax.primitive import Omega, Primitive, Tensors, backend_for, register
 from structmax.smoothing import Shannon
 
 LU_SPREAD = 12.0  # nats: e^12 costs five digits of sixteen
+MAX_SIDE_ON_GPU = 256  # rows of an item beyond which one program for it is slower than torch
 
 
 def arcs_in_use(s: int, lengths: Tensor) -> Tensor:
@@ -147,6 +149,10 @@ def _naive(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tenso
 def _value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
     given = theta, lengths, _, gamma = _arguments(scores, constants, key, omega)
     if backend_for(theta) == "gpu":
+        if theta.shape[-1] <= MAX_SIDE_ON_GPU:
+            from structmax.oracles import matrix_tree_gpu
+
+            return matrix_tree_gpu.run(False, *given)[0]
         return (
             _Laplacian(*given).value() if _suits_lu(theta, lengths, gamma) else naive(*given)
         ).to(theta.dtype)
@@ -158,6 +164,10 @@ def _value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tenso
 def _gradient(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> list[Tensor]:
     given = theta, lengths, _, gamma = _arguments(scores, constants, key, omega)
     if backend_for(theta) == "gpu":
+        if theta.shape[-1] <= MAX_SIDE_ON_GPU:
+            from structmax.oracles import matrix_tree_gpu
+
+            return matrix_tree_gpu.run(True, *given)
         if not _suits_lu(theta, lengths, gamma):
             return matrix_tree._naive_gradient(scores, constants, key, omega)
         laplacian = _Laplacian(*given)

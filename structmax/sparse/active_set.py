@@ -21,12 +21,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from structmax.primitive import backend_for
 from structmax.sparse.result import Solution
 from structmax.sparse.support import Oracle, Support, dot
 
 TINY = 1e-12  # a weight below this is 0
 DEPENDENT = 1e-9  # a squared distance to the affine hull, relative to the size, that is 0
-REFRESH = 25  # rounds after which W is computed anew
+REFRESH = 25  # rounds after which W is made exact again
 
 
 def solve(
@@ -42,18 +43,19 @@ def solve(
 
     ``start`` is a distribution to start from: counts ``(B, K, D)`` and weights ``(B, K)``.
     """
-    face = Face(oracle, theta, width, tol, max_iter)
+    kind = Face
+    if backend_for(theta) == "gpu":
+        from structmax.sparse import active_set_gpu
+
+        kind = active_set_gpu.Face
+    face = kind(oracle, theta, width, tol, max_iter)
     if start is not None:
         face.start(*start)
-    rounds = 0
     while face.tidy():
-        rounds += 1
-        if rounds % REFRESH == 0:
+        face.rounds += 1
+        if face.rounds % REFRESH == 0:
             face.refresh()
-        face.settle()
-        z, score, _ = face.ask()
-        face.done |= face.same(z).any(-1)
-        face.add(z, score, ~face.done)
+        face.step()
     return face.solution(primary)
 
 
@@ -61,9 +63,11 @@ class Face(Support):
     """The support with A and W, ``(b, K, K)``; W is 0 outside the active slots."""
 
     per_item = (*Support.per_item, "gram", "inverse", "newest")
+    rounds = 0
 
     def __init__(self, oracle: Oracle, theta: Tensor, width: int, tol: float, max_iter: int):
-        self.gram, self.inverse = (theta.new_zeros(len(theta), 8, 8) for _ in range(2))
+        shape = len(theta), self.first_slots, self.first_slots
+        self.gram, self.inverse = (theta.new_zeros(shape) for _ in range(2))
         self.newest = torch.full_like(theta[:, 0], -1, dtype=torch.int64)
         super().__init__(oracle, theta, width, tol, max_iter)
         own = self.counts[:, 0, :width]
@@ -76,6 +80,13 @@ class Face(Support):
         self.gram, self.inverse = (
             torch.nn.functional.pad(t, pad) for t in (self.gram, self.inverse)
         )
+
+    def step(self) -> None:
+        """Walks to the best point of the face, and lets the best structure there join."""
+        self.settle()
+        z, score, _ = self.ask()
+        self.done |= self.same(z).any(-1)
+        self.add(z, score, ~self.done)
 
     def solve(self, right: Tensor) -> Tensor:
         """A⁻¹ on the active slots, with one step of refinement since W has drifted."""
@@ -100,7 +111,7 @@ class Face(Support):
             self.p = torch.where(walking[:, None], stepped, best)
             self.remove(slot, walking)
             # what has just come and goes at once was no improvement beyond rounding
-            self.done = self.done | (walking & (slot == self.newest))
+            self.done = self.done | (walking & (slot == self.newest) & (reach == 0))
 
     def remove(self, slot: Tensor, which: Tensor) -> None:
         """Takes a slot ``(b)`` out of the face for some of the items ``(b)``."""
@@ -181,12 +192,9 @@ class Face(Support):
         return torch.where(used[:, :, None] & used[:, None], block, 0.0)
 
     def refresh(self) -> None:
-        """W from A, without what the updates have rounded."""
-        inside = self.active[:, :, None] & self.active[:, None, :]
-        eye = torch.eye(self.slots, dtype=self.p.dtype, device=self.p.device)
-        factor, failed = torch.linalg.cholesky_ex(torch.where(inside, self.gram, eye))
-        fresh = torch.where(inside, torch.cholesky_inverse(factor), 0.0)
-        self.inverse = torch.where((failed == 0)[:, None, None], fresh, self.inverse)
+        """W without what the updates have rounded: a step of Newton's method for A⁻¹, W(2I − AW),
+        which stays within the active slots and squares the error."""
+        self.inverse = 2 * self.inverse - self.inverse @ (self.gram @ self.inverse)
 
 
 def times(matrix: Tensor, vector: Tensor) -> Tensor:

@@ -6,11 +6,12 @@ The problem, over distributions p on structures whose parts are the columns of M
     max cᵀp − ½‖Mp‖²    subject to  1ᵀp = 1, p ≥ 0.
 
 A structure is a list of its parts, with repetitions, so inner products count common parts and Mp is
-a scatter. The support S is kept affinely independent, so H = M_SᵀM_S + 11ᵀ = UᵀU has a factor, and
-the maximum over the affine hull of S is p = U⁻¹(x + λy) with Uᵀx = c, Uᵀy = 1 and
-λ = (1 − xᵀy)/yᵀy. A structure that joins appends a column to U and a number to x and y; one that
-leaves takes its column with it and rotations (Givens) restore the triangle, acting on x and y too.
-See ``active_set.py`` for the method and its references.
+a scatter. Lists are *aligned* if a part of one can only be at the same place of another. The
+support S is kept affinely independent, so H = M_SᵀM_S + 11ᵀ = UᵀU has a factor, and the maximum
+over the affine hull of S is p = U⁻¹(x + λy) with Uᵀx = c, Uᵀy = 1 and λ = (1 − xᵀy)/yᵀy. A
+structure that joins appends a column to U and a number to x and y; one that leaves takes its column
+with it and rotations (Givens) restore the triangle, acting on x and y too. See ``active_set.py``
+for the method and its references.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from structmax.jit import kernel
+from structmax.oracles.lanes_cpu import LANES, count_equal
 
 SINGULAR = 1e-9  # a structure whose distance² to the affine hull is less, relatively, lies in it
 ZERO = 1e-12  # a weight below this is none
 EPS = 2.0**-52
 
-STEPS, SIZE = 0, 1  # of State.counts
+STEPS, SIZE, ALIGNED = range(3)  # of State.counts
 GAP, TAU, SHIFT, LAST = range(4)  # of State.levels
 
 
 class State(NamedTuple):
     """The support of one item. K is room, of which ``counts[SIZE]`` is in use."""
 
-    counts: Any  # how often the oracle was asked, and how many structures are active
+    counts: Any  # how often the oracle was asked, how many structures are active, whether aligned
     levels: Any  # gap; mean score under ∇; score of the first structure, to which all others are
     # relative; score of the structure that was last found
     theta: Any  # (D) scores of all parts
@@ -44,28 +46,29 @@ class State(NamedTuple):
     rows: Any  # (K, W) parts of structures, the penalised ones first
     sizes: Any  # (K, 3) how many parts; of them penalised; squared norm of those
     U: Any  # (K, K)
-    vectors: Any  # (7, K)
+    vectors: Any  # (8, K)
 
 
 # rows of State.vectors: weights, scores, x and y of the module's docstring; a right-hand side or
-# solution; inner products; room
-P, C, X, Y, Q, H, ROOM = range(7)
+# solution; inner products; one over the diagonal of U; room
+P, C, X, Y, Q, H, ONE_OVER, ROOM = range(8)
 
 
 @kernel(inner=True)
 def new_state(parts: int, penalised: int, width: int, room: int) -> Any:
+    width = -(-width // LANES) * LANES
     return State(
-        np.zeros(2, np.int64),
+        np.zeros(3, np.int64),
         np.zeros(4),
         np.empty(parts),
         np.empty(penalised),
         np.empty(parts),
         np.zeros(parts),
         np.arange(room),
-        np.empty((room, width), np.uint32),
+        np.zeros((room, width), np.uint32),
         np.empty((room, 3), np.int32),
         np.empty((room, room)),
-        np.empty((7, room)),
+        np.empty((8, room)),
     )
 
 
@@ -86,7 +89,7 @@ def _grown(s: Any) -> Any:
 @kernel(inner=True)
 def begin(s: Any, theta: Any) -> None:
     """An empty support for scores θ."""
-    s.counts[:] = 0
+    s.counts[STEPS] = s.counts[SIZE] = 0
     s.levels[:] = 0.0
     s.theta[:], s.g[:] = theta, theta
     s.mu[:] = 0.0
@@ -110,21 +113,34 @@ def _subtract(x: float, a: Any, b: Any) -> None:
         b[i] -= x * a[i]
 
 
+@kernel(fast=True, inner=True)
+def _two_dots(a: Any, b: Any, x: Any) -> Any:
+    one, two = 0.0, 0.0
+    for i in range(len(a)):
+        one += a[i] * x[i]
+        two += b[i] * x[i]
+    return one, two
+
+
 @kernel(inner=True)
-def _solve_transposed(U: Any, b: Any) -> None:
+def _solve_transposed(s: Any, b: Any) -> None:
     """b becomes U⁻ᵀb."""
-    k = len(b)
+    k, U, one_over = len(b), s.U, s.vectors[ONE_OVER]
     for i in range(k):
-        b[i] /= U[i, i]
+        b[i] *= one_over[i]
         _subtract(b[i], U[i, i + 1 : k], b[i + 1 :])
 
 
 @kernel(inner=True)
-def _solve(U: Any, b: Any) -> None:
-    """b becomes U⁻¹b."""
-    k = len(b)
-    for i in range(k - 1, -1, -1):
-        b[i] = (b[i] - _dot(U[i, i + 1 : k], b[i + 1 :])) / U[i, i]
+def _solve(s: Any, b: Any) -> None:
+    """b becomes U⁻¹b, two rows at a time: half as often does one wait for the one before."""
+    k, U, one_over = len(b), s.U, s.vectors[ONE_OVER]
+    if k % 2:
+        b[k - 1] *= one_over[k - 1]
+    for i in range(k - k % 2 - 1, 0, -2):
+        below, above = _two_dots(U[i, i + 1 : k], U[i - 1, i + 1 : k], b[i + 1 :])
+        b[i] = (b[i] - below) * one_over[i]
+        b[i - 1] = (b[i - 1] - above - U[i - 1, i] * b[i]) * one_over[i - 1]
 
 
 @kernel(fused=True, inner=True)
@@ -154,7 +170,8 @@ def _leave(s: Any, j: int) -> None:
     for i in range(j, k - 1):
         a, b = carried[i + 1], U[i + 1, i + 1]
         length = math.sqrt(a * a + b * b)
-        cosine, sine = a / length, b / length
+        v[ONE_OVER, i] = 1.0 / length
+        cosine, sine = a * v[ONE_OVER, i], b * v[ONE_OVER, i]
         _rotate(carried[i + 1 : k], U[i + 1, i + 1 : k], U[i, i : k - 1], cosine, sine)
         for r in (X, Y):
             a, b = v[r, i], v[r, i + 1]
@@ -167,12 +184,28 @@ def _leave(s: Any, j: int) -> None:
     s.counts[SIZE] = k - 1
 
 
+@kernel(fast=True, inner=True)
+def _copy(found: Any, theta: Any, penalised: int, row: Any) -> Any:
+    """Copies a list of parts; returns its score, and how many are penalised."""
+    score, kept = 0.0, 0
+    for i in range(len(found)):
+        part = np.uint32(found[i])  # unsigned: no negative index to think of
+        row[i] = part
+        score += theta[part]
+        kept += found[i] < penalised
+    return score, kept
+
+
 @kernel(inner=True)
 def _write(s: Any, found: Any, length: int) -> float:
     """Writes a structure into the first free row; returns its score."""
     k, penalised = s.counts[SIZE], s.mu.shape[0]
     row, sizes = s.rows[s.slot[k]], s.sizes[s.slot[k]]
     kept, score = 0, 0.0
+    if s.counts[ALIGNED]:
+        score, kept = _copy(found[:length], s.theta, penalised, row)
+        sizes[0], sizes[1], sizes[2] = length, kept, kept
+        return score
     for i in range(length):
         if found[i] < penalised:
             row[kept] = found[i]
@@ -193,11 +226,18 @@ def _write(s: Any, found: Any, length: int) -> float:
 
 
 @kernel(inner=True)
-def _products(s: Any) -> None:
-    """H: one more than the inner product of each active structure with the one in the free row."""
+def _products(s: Any) -> float:
+    """H: one more than the inner product of each active structure with the one in the free row;
+    returns the largest."""
     k, used = s.counts[SIZE], s.used
     new = s.rows[s.slot[k]]
-    kept = s.sizes[s.slot[k], 1]
+    kept, largest = s.sizes[s.slot[k], 1], 0.0
+    if s.counts[ALIGNED]:
+        for v in range(k):
+            common = 1.0 + count_equal(s.rows[s.slot[v]], new, kept)
+            s.vectors[H, v] = common
+            largest = max(largest, common)
+        return largest
     for i in range(kept):
         used[new[i]] += 1
     for v in range(k):
@@ -205,8 +245,10 @@ def _products(s: Any) -> None:
         for i in range(s.sizes[s.slot[v], 1]):
             common += used[row[i]]
         s.vectors[H, v] = common
+        largest = max(largest, common)
     for i in range(kept):
         used[new[i]] = 0
+    return largest
 
 
 @kernel(inner=True)
@@ -238,7 +280,7 @@ def _distance(s: Any) -> float:
     """Q = U⁻ᵀH, the new column of U; returns the square of what stands below it."""
     k, v = s.counts[SIZE], s.vectors
     v[Q, :k] = v[H, :k]
-    _solve_transposed(s.U, v[Q, :k])
+    _solve_transposed(s, v[Q, :k])
     return s.sizes[s.slot[k], 2] + 1.0 - _dot(v[Q, :k], v[Q, :k])
 
 
@@ -249,9 +291,10 @@ def _join(s: Any, score: float, weight: float, distance: float) -> None:
     for i in range(k):
         U[i, k] = v[Q, i]
     U[k, k] = math.sqrt(distance)
+    v[ONE_OVER, k] = 1.0 / U[k, k]
     v[P, k], v[C, k] = weight, score
-    v[X, k] = (score - _dot(v[Q, :k], v[X, :k])) / U[k, k]
-    v[Y, k] = (1.0 - _dot(v[Q, :k], v[Y, :k])) / U[k, k]
+    v[X, k] = (score - _dot(v[Q, :k], v[X, :k])) * v[ONE_OVER, k]
+    v[Y, k] = (1.0 - _dot(v[Q, :k], v[Y, :k])) * v[ONE_OVER, k]
     s.counts[SIZE] = k + 1
 
 
@@ -275,7 +318,7 @@ def _settle(s: Any) -> bool:
         shift = (1.0 - _dot(v[X, :k], v[Y, :k])) / _dot(v[Y, :k], v[Y, :k])
         for i in range(k):
             v[Q, i] = v[X, i] + shift * v[Y, i]
-        _solve(s.U, v[Q, :k])
+        _solve(s, v[Q, :k])
         step, out = 1.0, -1
         for i in range(k):
             if v[Q, i] <= ZERO:
@@ -300,7 +343,7 @@ def _slide(s: Any, score: float) -> float:
     the score rises; a structure whose weight reaches 0 leaves. Returns t, or −1 if nothing is won.
     """
     k, v = s.counts[SIZE], s.vectors
-    _solve(s.U, v[Q, :k])
+    _solve(s, v[Q, :k])
     if not score - _dot(v[Q, :k], v[C, :k]) > 0.0:
         return -1.0
     step, out = math.inf, -1
@@ -356,11 +399,11 @@ def _refine(s: Any) -> None:
     k, v = s.counts[SIZE], s.vectors
     for i in range(k):
         v[Q, i] = _excess(s, s.slot[i], v[C, i])
-    _solve_transposed(s.U, v[Q, :k])
+    _solve_transposed(s, v[Q, :k])
     shift = _dot(v[Q, :k], v[Y, :k]) / _dot(v[Y, :k], v[Y, :k])
     for i in range(k):
         v[Q, i] -= shift * v[Y, i]
-    _solve(s.U, v[Q, :k])
+    _solve(s, v[Q, :k])
     for i in range(k):
         if not v[P, i] + v[Q, i] > 0.0:
             return
@@ -416,8 +459,8 @@ def absorb(s: Any, found: Any, length: int, max_iter: int, tol: float) -> Any:
         s.levels[GAP] = _excess(s, s.slot[k], score)
         if s.levels[GAP] <= _tolerance(s, score, tol) or s.counts[STEPS] >= max_iter:
             return s, False
-        _products(s)
-        if _is_active(s):  # all that is left is rounding
+        reached = _products(s) > s.sizes[s.slot[k], 2]
+        if reached and _is_active(s):  # all that is left is rounding
             return s, False
     weight = 0.0
     distance, least = _distance(s), SINGULAR * (s.sizes[s.slot[k], 2] + 1.0)

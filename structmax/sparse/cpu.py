@@ -86,6 +86,8 @@ def _oracle(
         sides = (n, c, parts[1].shape[-3])
         return (lambda *a: compiled.chains(*a, lengths, sides)), 2 * n - 1, n * c * c
     if isinstance(structure, ArcStructure):
+        if structure._has_choices != structure.labelled:
+            return None  # some edges are included, which this kernel does not know
         words, single = _ints(structure._words()), structure._single
         both, s = isinstance(structure, SpanningTree), shape[0]
         sides = (s, s, shape[2] if structure.labelled else 1)

@@ -14,9 +14,11 @@ import numpy as np
 
 from structmax.forest.runs import edges_of
 from structmax.jit import kernel
-from structmax.oracles.arborescence_cpu import _best_tree, _read
+from structmax.oracles.arborescence_cpu import _read, grow_tree, new_gain
 from structmax.oracles.assignment_cpu import _cost, _solve
+from structmax.oracles.lanes_cpu import LANES
 from structmax.sparse.active_set_cpu import (
+    ALIGNED,
     GAP,
     SIZE,
     STEPS,
@@ -29,6 +31,7 @@ from structmax.sparse.active_set_cpu import (
     seed,
     settle_seeds,
 )
+from structmax.sparse.viterbi_cpu import best_tags
 
 INF = math.inf
 ROOM = 32
@@ -61,8 +64,11 @@ class Found(NamedTuple):
 
 
 @kernel(inner=True)
-def _start(problem: Any) -> Any:
-    return new_state(problem.theta.shape[1], problem.penalised, problem.width, ROOM)
+def _start(problem: Any, aligned: bool) -> Any:
+    s = new_state(problem.theta.shape[1], problem.penalised, problem.width, ROOM)
+    # the parts of a structure to start from are in order, whatever the oracle's
+    s.counts[ALIGNED] = 1 if aligned and problem.start.shape[1] == 0 else 0
+    return s
 
 
 @kernel(inner=True)
@@ -150,51 +156,6 @@ def _trimmed(out: Any, at: Any) -> Any:
     )
 
 
-@kernel(fused=True, inner=True)
-def _best_into(before: Any, T: Any, after: Any) -> None:
-    """after[j] = max over i of before[i] + T[i, j], two i at a time: T has an even number."""
-    after[:] = -INF
-    for i in range(0, T.shape[0], 2):
-        x0, x1 = before[i], before[i + 1]
-        row0, row1 = T[i], T[i + 1]
-        for j in range(len(after)):
-            y0, y1 = x0 + row0[j], x1 + row1[j]
-            y, z = y1 if y1 > y0 else y0, after[j]
-            after[j] = y if y > z else z
-
-
-@kernel(inner=True)
-def _best_tags(g: Any, n: int, c: int, first: int, T: Any, A: Any, found: Any) -> float:
-    """Viterbi's algorithm. ``T (1 or n − 1, C, C)`` is −inf past c, ``A (n, C)`` room."""
-    for t in range(n):
-        row = A[t]
-        if t == 0:
-            row[:] = 0.0
-        else:
-            _best_into(A[t - 1], T[0 if T.shape[0] == 1 else t - 1], row)
-        for j in range(c):
-            row[j] += g[t * c + j]
-    top, tag = -INF, 0
-    for j in range(c):
-        if A[n - 1, j] > top:
-            top, tag = A[n - 1, j], j
-    value = top
-    if value == -INF:
-        return value
-    for t in range(n - 1, -1, -1):
-        found[t] = t * c + tag
-        if t > 0:
-            step = 0 if T.shape[0] == 1 else t - 1
-            top, before = -INF, 0
-            for i in range(c):
-                x = A[t - 1, i] + T[step, i, tag]
-                if x > top:
-                    top, before = x, i
-            found[n + t - 1] = first + (step * c + before) * c + tag
-            tag = before
-    return value
-
-
 @kernel(inner=True)
 def _good(x: Any, low: int, high: int) -> bool:
     """Whether no number is NaN or +inf."""
@@ -204,13 +165,28 @@ def _good(x: Any, low: int, high: int) -> bool:
     return good
 
 
+@kernel(inner=True)
+def _transitions(scores: Any, T: Any, back: Any) -> None:
+    """Scores of steps, from and to, written into T and, the other way round, into ``back``."""
+    c, at = T.shape[1], 0
+    for step in range(len(scores) // (c * c)):
+        for i in range(c):
+            for j in range(c):
+                T[step, i, j] = back[step, j, i] = scores[at]
+                at += 1
+
+
 @kernel
 def chains(low: int, high: int, problem: Any, lengths: Any, shape: Any) -> Any:
     """Tag sequences: parts (n, c), then transitions (steps, c, c)."""
     longest, c, steps = shape
-    s, out, at = _start(problem), _nothing(problem, high - low), (0, 0)
-    wide = -(-c // 8) * 8  # whole vectors
-    T, A = np.full((steps, c + c % 2, wide), -INF), np.full((longest, wide), -INF)
+    aligned = steps > 1 or problem.penalised <= longest * c
+    s, out, at = _start(problem, aligned), _nothing(problem, high - low), (0, 0)
+    wide = -(-c // LANES) * LANES
+    T, A = np.full((steps, c, wide), -INF), np.full((longest, wide), -INF)
+    back, M = T.copy(), A.copy()
+    for j in range(c):
+        M[0, j] = 0.0
     found, first = np.empty(problem.width, np.int64), longest * c
     for b in range(low, high):
         n = lengths[b]
@@ -218,12 +194,12 @@ def chains(low: int, high: int, problem: Any, lengths: Any, shape: Any) -> Any:
         used = min(steps, n - 1)
         if not (_good(s.theta, 0, n * c) and _good(s.theta, first, first + used * c * c)):
             continue
-        T[:used, :c, :c] = s.theta[first : first + used * c * c].reshape(used, c, c)
+        _transitions(s.theta[first : first + used * c * c], T, back)
         go_on = True
         while go_on:
             if problem.penalised > first:
-                T[:used, :c, :c] = s.g[first : first + used * c * c].reshape(used, c, c)
-            if not _best_tags(s.g, n, c, first, T, A, found) > -INF:
+                _transitions(s.g[first : first + used * c * c], T, back)
+            if not best_tags(s.g, n, c, first, T, back, A, M, found) > -INF:
                 break
             s, go_on = absorb(s, found, 2 * n - 1, problem.max_iter, problem.tol)
         if not go_on:
@@ -234,14 +210,13 @@ def chains(low: int, high: int, problem: Any, lengths: Any, shape: Any) -> Any:
 @kernel(inner=True)
 def _arcs(g: Any, n: int, both: bool, S: Any) -> bool:
     """As ``_read`` without labels; ``both``: the two ways round are added up."""
-    good, size = True, len(S)
-    for j in range(n + 1):
-        row = g[j * size : (j + 1) * size]
-        for i in range(1, n + 1):
-            x = row[i] + g[i * size + j] if both else row[i]
+    worst, size = 0.0, len(S)
+    for i in range(1, n + 1):
+        for j in range(n + 1):
+            x = g[j * size + i] + g[i * size + j] if both else g[j * size + i]
             S[i, j] = x
-            good &= x < INF or i == j
-    return good
+            worst += 0.0 if x < INF or i == j else 1.0
+    return worst == 0.0
 
 
 @kernel
@@ -250,21 +225,22 @@ def arborescences(
 ) -> Any:
     """Trees below node 0: parts (s, s, labels), [head, modifier]; ``both``: each arc either way."""
     size, _, labels = shape
-    s, out, at = _start(problem), _nothing(problem, high - low), (0, 0)
-    S, gain = np.empty((size, size)), np.empty((size, size))
-    label, ints = np.zeros((size, size), np.int64), np.empty((size, size), np.int64)
+    s, out, at = _start(problem, not both), _nothing(problem, high - low), (0, 0)
+    S, label = new_gain(size), np.zeros((size, size), np.int64)
+    ints = np.empty((size, size), np.int64)
     big, heads = np.empty((8, 2 * size), np.int64), np.zeros(size, np.int64)
     found = np.empty(problem.width, np.int64)
     for b in range(low, high):
         n = lengths[b]
         s = _open(s, problem, b, found)
+        S[:, n + 1 :] = -INF
         go_on = True
         while go_on:
             if labels == 1:
                 good = _arcs(s.g, n, both, S)
             else:
                 good = _read(s.g.reshape(size, size, labels), n, S, label)
-            if not good or not _best_tree(S, n, single, gain, ints, big, heads):
+            if not good or not grow_tree(S, n, single, ints, big, heads):
                 break
             length = 0
             for i in range(1, n + 1):
@@ -284,7 +260,7 @@ def arborescences(
 def assignments(low: int, high: int, problem: Any, rows: Any, columns: Any, shape: Any) -> Any:
     """Matchings: parts (n, m)."""
     most, width = shape
-    s, out, at = _start(problem), _nothing(problem, high - low), (0, 0)
+    s, out, at = _start(problem, True), _nothing(problem, high - low), (0, 0)
     found, none = np.empty(problem.width, np.int64), np.zeros(max(most, width), np.bool_)
     for b in range(low, high):
         n, m = rows[b], columns[b]
@@ -306,7 +282,7 @@ def assignments(low: int, high: int, problem: Any, rows: Any, columns: Any, shap
 def subsets(low: int, high: int, problem: Any, lengths: Any, most_of_all: int, k: Any) -> Any:
     """Subsets of bounded size: parts are taking each element, then leaving each."""
     least, most = k
-    s, out, at = _start(problem), _nothing(problem, high - low), (0, 0)
+    s, out, at = _start(problem, False), _nothing(problem, high - low), (0, 0)
     found, gain = np.empty(problem.width, np.int64), np.empty(most_of_all)
     for b in range(low, high):
         n = lengths[b]
@@ -368,7 +344,7 @@ def forests(
     """Derivations of a forest with scores ``packed (B, P)``; ``source (B, P)`` says which part of
     the structure each part of the forest stands for, −1 if none."""
     ptr, tail1, tail2, edge_part, node_part, runs = lists
-    s, out, at = _start(problem), _nothing(problem, high - low), (0, 0)
+    s, out, at = _start(problem, False), _nothing(problem, high - low), (0, 0)
     nodes, parts = len(node_part), packed.shape[1]
     V, back = np.empty(nodes + 1), np.empty(nodes, np.int64)
     S, stack = np.zeros(parts + 1), np.empty(longest + 2, np.int64)

@@ -17,6 +17,7 @@ O(KD + K²) for K active structures and D parts. It is constant as long as the f
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -230,7 +231,8 @@ class _StructureOracle:
     """The argmax of a structure at other scores."""
 
     def __init__(self, structure: PartStructure) -> None:
-        self.structure = structure
+        self.structure = copy.copy(structure)
+        self.structure._validate_args = False  # the scores were looked at; nobody waits for them
         batch = len(structure.batch_shape)
         self.events = [p.shape[batch:] for p in structure._parts()]
 
@@ -244,7 +246,7 @@ class _StructureOracle:
     def keep(self, index: Tensor) -> _StructureOracle:
         if not self.structure.batch_shape:
             return self
-        where = torch.unravel_index(index, self.structure.batch_shape)
+        where = torch.unravel_index(index.cpu(), self.structure.batch_shape)
         return _StructureOracle(self.structure[where])
 
 

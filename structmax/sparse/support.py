@@ -42,6 +42,7 @@ class Support:
         "calls",
         "done",
     )
+    first_slots = 8
 
     def __init__(self, oracle: Oracle, theta: Tensor, width: int, tol: float, max_iter: int):
         self.oracle, self.theta, self.width = oracle, theta, width
@@ -49,9 +50,10 @@ class Support:
         b, parts = theta.shape
         self.items = torch.arange(b, device=theta.device)
         value, first = oracle(theta)
-        self.counts = theta.new_zeros(b, 8, parts)
-        self.scores, self.p = theta.new_zeros(b, 8), theta.new_zeros(b, 8)
-        self.active = torch.zeros(b, 8, dtype=torch.bool, device=theta.device)
+        shape = b, self.first_slots
+        self.counts = theta.new_zeros(*shape, parts)
+        self.scores, self.p = theta.new_zeros(shape), theta.new_zeros(shape)
+        self.active = torch.zeros(shape, dtype=torch.bool, device=theta.device)
         self.counts[:, 0], self.scores[:, 0] = first, dot(theta, first)
         self.active[:, 0], self.p[:, 0] = True, 1.0
         self.gap = torch.full_like(value, torch.inf, dtype=theta.dtype)

@@ -21,6 +21,7 @@ from structmax import checks
 from structmax.smoothing import Shannon, Smoothing
 
 if TYPE_CHECKING:
+    from structmax.draw.svg import Drawing
     from structmax.sparse.result import SparseMAPResult
 
 
@@ -364,6 +365,36 @@ class Structure(Distribution):
     def _checked(self, z: Tensor) -> Tensor:
         """z if it is an indicator of structures; the error names the item otherwise."""
         return z
+
+    # -- pictures ---------------------------------------------------------------------------------
+
+    def draw(
+        self,
+        tokens: Sequence[Any] | None = None,
+        what: str | None = None,
+        labels: Sequence[Any] | None = None,
+        k: int = 4,
+    ) -> Drawing:
+        """A picture of one item: SVG, shown by notebooks; ``.save("tree.svg")`` writes a file.
+
+        Args:
+            tokens: what to write: the words of a sentence, the names of options or nodes; a pair
+                where there are rows and columns. By default numbers
+            what: ``"marginals"``, each part as opaque as it is likely; ``"argmax"``, the best
+                structure (of a structure built by a policy: the greedy one); ``"sparsemap"``, the
+                structures that SparseMAP keeps, with their probabilities; ``"top"``, the k most
+                likely ones. By default marginals, or the best structure where those are intractable
+            labels: the names of tags, labels or symbols
+            k: how many structures at most
+
+        >>> import structmax as sx
+        >>> tree = sx.DependencyTree(torch.zeros(3, 3))
+        >>> tree.draw(["good", "movie"])
+        Drawing(103 × 83 pixels)
+        """
+        from structmax.draw.structure import draw
+
+        return draw(self, tokens, what, labels, k)
 
     # -- shape and place --------------------------------------------------------------------------
 

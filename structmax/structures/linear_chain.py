@@ -14,6 +14,7 @@ from torch import Tensor
 from structmax import checks
 from structmax.forest.chain import ops as dense
 from structmax.forest.topology import Forest, ForestBuilder, bucket, family, name_of
+from structmax.primitive import backend_for
 from structmax.smoothing import Smoothing
 from structmax.structures.base import Structure
 from structmax.structures.dynamic import DynamicStructure
@@ -52,6 +53,7 @@ class LinearChain(OneSided, DynamicStructure):
         (1,b) ──► (2,b) ──► (3,b) ╱
 
     Time is O(n c²); with shared transitions nothing of size n c² is stored per item.
+    On a GPU it is the first query that finds NaN or +inf in the scores.
     Integer form: the tags ``(*B, n)``; what stands in the padding is ignored.
 
     Args:
@@ -135,8 +137,13 @@ class LinearChain(OneSided, DynamicStructure):
             lengths=(lengths, 0),
         )
         super().__init__(batch, (n, c), smoothing, validate_args)
+        self._unseen = False
         if self._validate_args and checks.can_look():
-            self._check_values()
+            if backend_for(unary) == "gpu":
+                self._unseen = True
+                checks.values(name, {}, lengths, n)
+            else:
+                self._check_values()
             self._lengths_are_good = True
 
     def _check_values(self) -> None:
@@ -151,6 +158,34 @@ class LinearChain(OneSided, DynamicStructure):
             if vector is not None:
                 looked_at[which] = (vector, None)
         checks.values(self._name, looked_at, self.lengths, self.event_shape[0])
+
+    # On a GPU a look at the scores takes as long as a kernel that reads them, and waits for it. A
+    # bad score makes the value of its item NaN, so there the first query looks at its value, and at
+    # the scores only if that is not finite.
+
+    def _look(self) -> None:
+        """Looks at the scores if nobody has."""
+        if self._unseen and checks.can_look():
+            self._check_values()
+            self._unseen = False
+
+    def _finite(self, value: Tensor) -> bool:
+        """Whether a value ``(*B)`` that all scores go into shows that they are good; else looks."""
+        if not self._unseen or not checks.can_look():
+            return False
+        finite = bool((value.detach().abs() < math.inf).all())
+        if finite:
+            self._unseen = False
+        else:
+            self._look()
+        return finite
+
+    def _refuse_infeasible(self, query: str, value: Tensor, answer: Tensor) -> Tensor:
+        return answer if self._finite(value) else super()._refuse_infeasible(query, value, answer)
+
+    def _rebuild(self, **tensors: Tensor | None) -> Self:
+        self._look()
+        return super()._rebuild(**tensors)
 
     def _tensors(self) -> dict[str, tuple[Tensor, int]]:
         dims = {"unary": 2, "transition": 3 if self._steps_given else 2, "start": 1, "end": 1}
@@ -186,6 +221,7 @@ class LinearChain(OneSided, DynamicStructure):
         return dtype
 
     def _parts(self) -> tuple[Tensor, ...]:
+        self._look()
         unary, transition = self._main_parts()
         dtype, c = unary.dtype, unary.shape[-1]
         if self.start is not None or self.end is not None:
@@ -296,6 +332,11 @@ class LinearChain(OneSided, DynamicStructure):
         value, *mu = dense.chain.value_and_gradient(self._dense_parts(), *args)
         return value, tuple(mu[:2])
 
+    def log_partition(self) -> Tensor:
+        value = super().log_partition()
+        self._finite(value)
+        return value
+
     def _viterbi(self) -> tuple[Tensor, Tensor]:
         best, tags = dense.argmax(*[p.detach() for p in self._dense_parts()], self._lengths())
         return best, tags
@@ -325,7 +366,7 @@ class LinearChain(OneSided, DynamicStructure):
         tensor([1, 0])
         """
         best, tags = self._viterbi()
-        if self._validate_args:
+        if self._validate_args and not self._finite(best):
             checks.feasible(self._name, "argmax_tags", best)
         return torch.where((best.abs() < math.inf)[..., None], tags, -1)
 
@@ -382,6 +423,7 @@ class LinearChain(OneSided, DynamicStructure):
             return super().log_prob(tags)
         constants = self._lengths(), tags.long()
         loss = dense.chain_loss.value(self._dense_parts(), constants, "", self.smoothing.code)
+        self._finite(loss)
         return -loss / self.smoothing.gamma
 
     def _score(self, z: Tensor) -> Tensor:
@@ -389,6 +431,7 @@ class LinearChain(OneSided, DynamicStructure):
 
     def _score_tags(self, tags: Tensor) -> Tensor:
         """For tags ``(*sample, *B, n)``; those in the padding may be anything."""
+        self._look()
         n, c = self.event_shape
         batch = tags.shape[:-1]
         inside = None if self.lengths is None else self._inside().expand(*batch, n)

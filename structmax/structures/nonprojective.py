@@ -42,6 +42,11 @@ class ArcStructure(SquareStructure):
     def _z_of(self, heads: Tensor, labels: Tensor | None) -> Tensor:
         """The indicator of heads and labels ``(..., s−1)``."""
 
+    @property
+    def _has_choices(self) -> bool:
+        """Whether ``_choices`` holds more than one label."""
+        return self.labelled
+
     def _refuse_smoothing(self) -> None:
         if self.smoothing.code[0] != SHANNON:
             raise ValueError(
@@ -70,7 +75,10 @@ class ArcStructure(SquareStructure):
 
     def _best(self) -> tuple[Tensor, Tensor]:
         """The score of the best structure, and its z."""
-        best, labels = self._choices().detach().max(-1) if self.labelled else (self._arcs(), None)
+        if self._has_choices:
+            best, labels = self._choices().detach().max(-1)
+        else:
+            best, labels = self._arcs(), None
         value, heads = arborescence.best_tree(best.detach(), self._words(), self._single)
         return value, self._z_of(heads, None if labels is None else self._at(labels, heads))
 
@@ -100,7 +108,7 @@ class ArcStructure(SquareStructure):
         with torch.no_grad():
             value, arcs = self.log_partition(), self._arcs()
         uniform = torch.rand(
-            (shape.numel(), *self.batch_shape, s - 1, 1 + self.labelled),
+            (shape.numel(), *self.batch_shape, s - 1, 1 + self._has_choices),
             dtype=torch.float64,
             device=arcs.device,
             generator=generator,
@@ -109,10 +117,10 @@ class ArcStructure(SquareStructure):
             arcs.detach(), self._words(), uniform[..., 0], self._single, gamma
         )
         labels = None
-        if self.labelled:
+        if self._has_choices:
             reached = self._at(self._label_chances().detach(), heads).cumsum(-1)
             labels = (reached <= uniform[..., 1:] * reached[..., -1:]).sum(-1)
-            labels = labels.clamp(max=self._labels - 1)
+            labels = labels.clamp(max=reached.shape[-1] - 1)
         at = len(self.batch_shape)
         z = self._z_of(heads, labels).movedim(0, at)
         z = self._refuse_infeasible("sample", value, z).movedim(at, 0)
@@ -126,7 +134,7 @@ class ArcStructure(SquareStructure):
         choices, at = self._choices().detach(), len(self.batch_shape)
         scores, choice = arborescence.best_trees(choices, self._words(), self._single, k)
         heads, label = choice // choices.shape[-1], choice % choices.shape[-1]
-        z = self._z_of(heads.movedim(at, 0), label.movedim(at, 0) if self.labelled else None)
+        z = self._z_of(heads.movedim(at, 0), label.movedim(at, 0) if self._has_choices else None)
         exists = (scores > -math.inf)[(..., *[None] * len(self.event_shape))]
         return scores, torch.where(exists, z.movedim(0, at), 0.0)
 
@@ -144,8 +152,8 @@ class NonprojectiveTree(DependencyTree, ArcStructure):
     - ``topk``: exact, O(k n³). ``max_marginals``: one constrained argmax for each arc, O(n⁴).
     - ``sample``: exact, O(n³) a draw, whatever the scores.
 
-    ``argmax``, ``topk``, ``max_marginals`` and ``sample`` run on the CPU: tensors of a GPU are
-    copied there and back.
+    ``topk``, ``max_marginals``, ``sample`` and, beyond 127 words, ``argmax`` run on the CPU:
+    tensors of a GPU are copied there and back.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from structmax import checks
 from structmax.oracles import arborescence
-from structmax.smoothing import Smoothing
+from structmax.smoothing import Shannon, Smoothing
 from structmax.structures.base import dot
 from structmax.structures.nesting import nest, unnest
 from structmax.structures.nonprojective import ArcStructure
@@ -27,8 +27,8 @@ class SpanningTree(ArcStructure):
 
     Such a tree is one below node 0 once its edges point away from it; the algorithms are those of
     ``NonprojectiveTree`` on symmetric scores (Kirchhoff, 1847, for A and the marginals).
-    ``smoothing`` is ``sx.Shannon``. To force an edge in is not a matter of forbidding others:
-    ``condition`` takes ``exclude`` only.
+    ``smoothing`` is ``sx.Shannon``. ``condition(include=…)`` makes one node of those that the
+    included edges connect, of which a tree enters any: then queries take O(n³) memory.
 
     Integer form: pairs of nodes ``(*B, n − 1, 2)``, −1 in the padding; ``decode`` gives them as
     lists of (i, j) with i < j.
@@ -47,6 +47,9 @@ class SpanningTree(ArcStructure):
     tensor([0.0000, 0.9100, 0.7553])
     >>> round(sx.SpanningTree(torch.zeros(5, 5)).log_partition().exp().item())  # Cayley: n^(n−2)
     125
+    >>> edge = torch.tensor([[0, 0, 0], [0, 0, 1], [0, 0, 0]]).bool()
+    >>> tree.condition(include=edge).marginals()[0]
+    tensor([0.0000, 0.7311, 0.2689])
     """
 
     def __init__(
@@ -55,11 +58,17 @@ class SpanningTree(ArcStructure):
         lengths: Tensor | None = None,
         smoothing: Smoothing | None = None,
         validate_args: bool | None = None,
+        _forced: Tensor | None = None,
     ) -> None:
-        super().__init__(scores, lengths, False, smoothing, validate_args)
+        self._forced = _forced  # (*B, n, n): what a condition includes, symmetric
+        super().__init__(scores, lengths, False, smoothing, validate_args, _forced=(_forced, 2))
         self._refuse_smoothing()
         if self._validate_args and checks.can_look():
             self._check_values()
+
+    def _tensors(self) -> dict[str, tuple[Tensor, int]]:
+        given = super()._tensors()
+        return given if self._forced is None else {**given, "_forced": (self._forced, 2)}
 
     def _options(self) -> dict[str, Any]:
         return {}
@@ -81,39 +90,135 @@ class SpanningTree(ArcStructure):
     def _words(self) -> Tensor:
         return self._lengths() - 1
 
-    def _arcs(self) -> Tensor:
+    def _edges(self) -> Tensor:
+        """The score of each edge, in both its entries."""
         scores = torch.where(self._used(), self._primary(), 0.0).double()
         return scores + scores.transpose(-1, -2)
 
+    def _arcs(self) -> Tensor:
+        if not self._has_choices:
+            return self._edges()
+        return Shannon(self.smoothing.gamma).max(self._choices())
+
     def _choices(self) -> Tensor:
-        return self._arcs()[..., None]
+        """``(*B, s, s, 1)``, or ``(*B, s, s, s)``: [a, c, b] scores the edge {a, b} into b's class.
+
+        A class is what included edges connect, and c its first node: the others hang from that.
+        """
+        edges = self._edges()
+        if not self._has_choices:
+            return edges[..., None]
+        first, possible, _ = self._classes()
+        node = torch.arange(self._longest, device=edges.device)
+        enters = first[..., None, None, :] == node[:, None]  # [-, c, b]
+        apart = first[..., :, None] != first[..., None, :]  # [a, b]
+        hangs = (first[..., None, :, None] == node[:, None, None]) & (node[:, None] == node)
+        hangs = hangs & (first != node)[..., None, :, None]
+        entered = torch.where(enters & apart[..., :, None, :], edges[..., :, None, :], -math.inf)
+        choices = torch.where(hangs, 0.0, entered)
+        return torch.where(possible[..., None, None, None], choices, -math.inf)
 
     def _from_arcs(self, mu: Tensor) -> Tensor:
+        if self._has_choices:
+            first, _, _ = self._classes()
+            apart = first[..., :, None] != first[..., None, :]
+            mu = (mu[..., None] * self._label_chances()).sum(-2)  # [a, b]
+            mu = torch.where(apart, mu, 0.0)
         return mu + mu.transpose(-1, -2)
 
     def _z_of(self, heads: Tensor, labels: Tensor | None) -> Tensor:
         at = torch.arange(self._longest, device=heads.device)
-        arcs = (heads[..., None, :] == at[:, None]) & self._inside()[..., None, 1:]
-        arcs = torch.nn.functional.pad(arcs, (1, 0))
+        if labels is None:
+            arcs = (heads[..., None, :] == at[:, None]) & self._inside()[..., None, 1:]
+            arcs = torch.nn.functional.pad(arcs, (1, 0))
+        else:
+            assert self._forced is not None
+            first, _, _ = self._classes()
+            enters = ((first == at) & self._inside())[..., 1:, None]
+            a, b = ((ends[..., None] == at) & enters for ends in (heads, labels))
+            arcs = (a.mT.to(self.dtype) @ b.to(self.dtype)) > 0
+            arcs = arcs | (self._forced & self._used())
         return (arcs | arcs.transpose(-1, -2)).to(self.dtype)
 
     def _kbest(self, k: int) -> tuple[Tensor, Tensor]:
         scores, z = super()._kbest(k)
-        return scores.to(self._parts()[0].dtype), z
+        return self._with_forced(scores, 1).to(self._parts()[0].dtype), z
 
     def max_marginals(self) -> Tensor:
-        arcs = self._arcs().detach()
-        best = arborescence.best_rest(arcs, self._words(), False) + arcs
+        choices = self._choices().detach()
+        best = arborescence.best_rest(choices.amax(-1), self._words(), False)
+        best = (best[..., None] + choices).amax(-2) if self._has_choices else best + choices[..., 0]
         best = torch.maximum(best, best.transpose(-1, -2))  # either way round
+        if self._forced is not None:
+            first, _, _ = self._classes()
+            best = torch.where(first[..., :, None] != first[..., None, :], best, -math.inf)
+            best = self._with_forced(best, 2)
+            best = torch.where(self._forced, self._best()[0][..., None, None], best)
         best = torch.where(self._used(), best, -math.inf)
         return best.to(self._parts()[0].dtype)
 
+    # -- edges that are included ------------------------------------------------------------------
+
+    def condition(self, include: Tensor | None = None, exclude: Tensor | None = None) -> Any:
+        """The same structure with some edges forced in and some out; one entry of each will do."""
+        new = super().condition(include, exclude)
+        if include is not None:
+            forced = include.expand(*self.batch_shape, *self.event_shape)
+            forced = forced | forced.mT
+            new._forced = forced if self._forced is None else forced | self._forced
+        return new
+
     def _excluded_by(self, include: Tensor) -> Tensor:
-        raise ValueError(
-            "SpanningTree.condition: include= is not possible, because no set of other edges rules "
-            "out the trees without one. Use exclude=; marginals() and max_marginals() tell of the "
-            "trees with an edge."
-        )
+        return torch.zeros_like(include)  # no set of other edges rules out the trees without one
+
+    @property
+    def _has_choices(self) -> bool:
+        return self._forced is not None
+
+    def _classes(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The first node of each node's class ``(*B, n)``, whether included edges can all be there
+        and their score, 0 if not ``(*B)``."""
+        assert self._forced is not None
+        n, edges = self._longest, self._edges()
+        forced = (self._forced & self._used()).expand(edges.shape)
+        linked = forced | torch.eye(n, dtype=torch.bool, device=edges.device)
+        for _ in range(n.bit_length()):  # by then over 2^k ≥ n edges
+            linked = (linked.float() @ linked.float()) > 0
+        first = linked.to(torch.uint8).argmax(-1)
+        once = forced.triu(1)
+        others = (first != torch.arange(n, device=edges.device)).sum(-1)
+        total = torch.where(once, edges, 0.0).sum((-1, -2))
+        possible = (once.sum((-1, -2)) == others) & (total != -math.inf)  # no cycle
+        return first, possible, torch.where(possible, total, 0.0)
+
+    def _with_forced(self, value: Tensor, dims: int = 0) -> Tensor:
+        """Values ``(*B, ...)`` and what the included edges score, where there is a tree."""
+        if self._forced is None:
+            return value
+        total = self._classes()[2].to(value.dtype)[(..., *[None] * dims)]
+        return torch.where(value == -math.inf, value, value + total)
+
+    def _value(self) -> Tensor:
+        return self._with_forced(super()._value())
+
+    def _value_and_gradient(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        value, (mu,) = super()._value_and_gradient()
+        if self._forced is not None:
+            sure = self._forced & self._used() & (value != -math.inf)[..., None, None]
+            mu = torch.where(sure, torch.ones_like(mu), mu)
+        return self._with_forced(value), (mu,)
+
+    def _best(self) -> tuple[Tensor, Tensor]:
+        value, z = super()._best()
+        return self._with_forced(value), z
+
+    def _gibbs_cross_entropy(self, q: Any) -> Tensor:
+        total = super()._gibbs_cross_entropy(q)
+        if q._forced is None:
+            return total
+        chance = self._cached()[1][0].detach()  # of a bridge it is 1 up to rounding
+        lacks = (q._forced & q._used() & (chance < 1 - 1e-6)).flatten(-2).any(-1)
+        return torch.where(lacks, math.inf, total)
 
     # -- scores and forms -------------------------------------------------------------------------
 
@@ -136,8 +241,12 @@ class SpanningTree(ArcStructure):
         return z
 
     def _score(self, z: Tensor) -> Tensor:
-        scores = self._primary()
-        return dot(scores.expand(z.shape), self._masked(z).to(scores.dtype), 2)
+        scores, z = self._primary(), self._masked(z)
+        total = dot(scores.expand(z.shape), z.to(scores.dtype), 2)
+        if self._forced is None:
+            return total
+        lacks = (self._forced & self._used() & (z == 0)).flatten(-2).any(-1)
+        return torch.where(lacks, -math.inf, total)
 
     def enumerate_support(self, expand: bool = True) -> Tensor:
         """Every tree, for at most 7 nodes."""

@@ -17,6 +17,8 @@ def estimator_of(text: str, structure: Structure | None = None) -> Estimator:
 
     >>> estimator_of("top-k-expectation:k=5")
     TopKExpectation(k=5)
+    >>> estimator_of("sparse-expectation:max_iter=10").options
+    {'max_iter': 10}
     >>> estimator_of("top-k-expectation:n=5")
     Traceback (most recent call last):
     structmax.train.errors.UserError: estimator top-k-expectation has no option 'n'. There are: k.
@@ -25,6 +27,8 @@ def estimator_of(text: str, structure: Structure | None = None) -> Estimator:
     if name not in estimators.NAMES:
         raise UserError(f"there is no estimator {name!r}. {near(name, estimators.NAMES)}")
     known = list(inspect.signature(estimators.NAMES[name]).parameters)
+    if known == ["options"]:  # those of SparseMAP
+        known = ["method", "max_iter", "tol", "penalize"]
     options: dict[str, Any] = {}
     for pair in filter(None, rest.split(",")):
         key, equals, value = pair.partition("=")

@@ -1,8 +1,8 @@
 """The dense chain on the CPU, compiled by numba: forward-backward with matrix-vector steps.
 
-A step works in exp space: with p = P(yₜ₋₁ | the scores so far), E = exp(T − max T) and
-w = exp(u − max u), the new p is (pᵀE)·w over its sum, and A adds up the logarithms of those sums in
-float64. So the exponential of a score is taken once and serves both directions. What underflows can
+A step works in exp space: with p = P(yₜ₋₁ | the scores so far), E = exp(T − m) and w = exp(u − m′),
+the new p is (pᵀE)·w over its sum, and A adds up m, m′ and the logarithms of those sums in float64.
+So the exponential of a score is taken once and serves both directions. What underflows can
 falsify a result only through a sum that is tiny; an item where a sum of float32 numbers is tiny is
 computed again in float64, and if that is not enough in log space, term by term, so no spread of
 scores is too large.
@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from structmax.jit import exp, kernel, run_chunks
+from structmax.jit import exp, from_ordinal, kernel, ordinal, run_chunks
 
 INF = math.inf
 TINY = 1e-25  # far above the smallest float32, far below any sum that matters
@@ -29,59 +29,40 @@ TINY = 1e-25  # far above the smallest float32, far below any sum that matters
 TINIES = (1e-30, 1e-290)
 SMALL = (1e-19, 1e-150)
 LEAST = (-43.0, -340.0)
-
-
-@kernel(fast=True, inner=True)
-def exponentials(T, E, top, low):
-    """E = exp(T − m), m the largest entry of T (0 if all are −inf), and the least finite T − m."""
-    c = T.shape[0]
-    for j in range(c):
-        top[j] = -INF
-        low[j] = INF
-    for i in range(c):
-        for j in range(c):
-            x = T[i, j]
-            top[j] = x if x > top[j] else top[j]
-            low[j] = x if (x < low[j]) & (x > -INF) else low[j]
-    m, least = top[0], low[0]
-    for j in range(1, c):
-        m = top[j] if top[j] > m else m
-        least = low[j] if low[j] < least else least
-    m = m if m > -INF else top.dtype.type(0)
-    for i in range(c):
-        for j in range(c):
-            E[i, j] = exp(T[i, j] - m)
-    return np.float64(m), np.float64(least) - np.float64(m)
+NEAR = 20.0  # scores up to ±this need no maximum subtracted: their products are in range
 
 
 @kernel(inner=True)
-def position_weights(u, length, start, end, W, tops, clean):
-    """W = exp(x − m) for the scores x of each position, start and end included, and ``tops`` m.
+def extent(x):
+    """The largest x (0 if all are −inf) and the least finite one."""
+    bottom, highest = ordinal(x.dtype.type(-INF)), ordinal(x.dtype.type(INF))
+    top, least = bottom, highest
+    for k in range(x.shape[0]):
+        y = ordinal(x[k])
+        top = y if y > top else top
+        y = y if y > bottom else highest
+        least = y if y < least else least
+    return from_ordinal(top) if top > bottom else x.dtype.type(0), from_ordinal(least)
 
-    ``clean (n)``: whether every weight of a position that is 0 stands for a score of −inf.
+
+@kernel(fast=True, inner=True)
+def exponentials(x, e):
+    """e = exp(x − m), and m and the least finite x − m, or less.
+
+    m is 0 where no x is far from 0, which is soon found out; else it is the largest x.
     """
-    c, lowest = W.shape[1], W.dtype.type(-INF)
-    for t in range(length):
-        for j in range(c):
-            W[t, j] = u[t, j]
-    for j in range(c):
-        W[0, j] += start[j]
-        W[length - 1, j] += end[j]
-    least = W.dtype.type(-700.0 if W.itemsize == 8 else -86.0)
-    for t in range(length):
-        m = lowest
-        for j in range(c):
-            m = W[t, j] if W[t, j] > m else m
-        m = m if m > lowest else W.dtype.type(0)
-        lost = 0
-        for j in range(c):
-            x = W[t, j] - m
-            lost |= 1 if (x < least) & (x > lowest) else 0
-            W[t, j] = x
-        tops[t] = m
-        clean[t] = 1 - lost
-        for j in range(c):
-            W[t, j] = exp(W[t, j])
+    near = x.dtype.type(NEAR)
+    bound = ordinal(near)
+    largest = bound
+    for k in range(x.shape[0]):
+        y = ordinal(abs(x[k]))
+        largest = y if y > largest else largest
+    m, least = x.dtype.type(0), -near
+    if largest > bound:
+        m, least = extent(x)
+    for k in range(x.shape[0]):
+        e[k] = exp(x[k] - m)
+    return np.float64(m), np.float64(least) - np.float64(m)
 
 
 @kernel(fast=True, inner=True)
@@ -101,16 +82,6 @@ def sums_into(p, E, total):
 
 
 @kernel(fast=True, inner=True)
-def sums_from(E, p, total):
-    """total_i = Σ_j E_ij p_j."""
-    for i in range(E.shape[0]):
-        x = E[i, 0] * p[0]
-        for j in range(1, E.shape[1]):
-            x += E[i, j] * p[j]
-        total[i] = x
-
-
-@kernel(fast=True, inner=True)
 def normalise(x, w, out, clean):
     """out = x·w / S with S = Σ x·w, and S, which is NaN if a sum x may have lost a term.
 
@@ -119,45 +90,59 @@ def normalise(x, w, out, clean):
     """
     tiny = x.dtype.type(TINIES[1] if x.itemsize == 8 else TINIES[0])
     small = x.dtype.type(SMALL[1] if x.itemsize == 8 else SMALL[0])
-    mass, lost, dirty = out.dtype.type(0), 0, 0
+    zero = x.dtype.type(0)
+    mass, lost, dirty = zero, False, False
     for j in range(x.shape[0]):
-        lost |= 0 if (x[j] >= tiny) | ((clean > 0) & (x[j] == 0)) else 1
+        lost |= not (x[j] >= tiny) | (clean & (x[j] == zero))
         out[j] = x[j] * w[j]
         mass += out[j]
-    scale = out.dtype.type(1) / mass
+    scale = x.dtype.type(1) / mass
     for j in range(x.shape[0]):
         out[j] *= scale
-        dirty |= 1 if (out[j] < small) & (x[j] > 0) & (w[j] > 0) else 0
-    return np.float64(mass) if lost == 0 else np.nan, 1 - dirty
+        dirty |= (out[j] < small) & (x[j] > zero) & (w[j] > zero)
+    return np.nan if lost else np.float64(mass), not dirty
 
 
 @kernel(inner=True)
-def forward(u, T, length, start, end, W, tops, clean, P, E, peaks, total, spare, fresh, keep):
-    """P = P(yₜ | the scores up to t) at every position of one item, and W, the weights there.
+def forward(u, T, length, start, end, W, P, E, flat, peaks, marks, row, total, fresh, keep):
+    """P = P(yₜ | the scores up to t) and W = exp(scores − m) at every position of one item.
 
-    E is made anew if it is ``fresh``, and every one is kept if asked. Returns A, NaN if the item
-    must be computed in another way.
+    E ``(s, c, c)``, also seen as ``flat (s, c·c)``, is made anew if it is ``fresh``, and every one
+    is kept if asked; ``peaks (s, 2)`` has what ``exponentials`` returned for it. ``marks (n, 2)``
+    keeps the sums by which P was divided, and whether every weight W of a position that is 0 stands
+    for −inf. Returns A, NaN if the item must be computed in another way.
     """
-    shared, least = T.shape[0] == 1, LEAST[1] if u.itemsize == 8 else LEAST[0]
-    position_weights(u, length, start, end, W, tops, clean)
-    for j in range(total.shape[0]):
+    c, shared = u.shape[1], T.shape[0] == 1
+    lost_weight, lost_product = -86.0, LEAST[0]
+    if u.itemsize == 8:
+        lost_weight, lost_product = -700.0, LEAST[1]
+    offset, mass, kept, sure = 0.0, 1.0, True, True
+    for j in range(c):
         total[j] = 1
-    offset = np.float64(tops[0])
-    # 1 as a literal would make numba compile what it is passed to once more; a length is at least 1
-    mass, kept = normalise(total, W[0], P[0], min(length, 1))
-    for t in range(1, length):
-        slot = t - 1 if keep and not shared else 0
-        if (t == 1 and fresh > 0) or not shared:
-            peaks[slot, 0], peaks[slot, 1] = exponentials(
-                T[0 if shared else t - 1], E[slot], total, spare
-            )
-        if not mass > 0:
-            break
-        sums_into(P[t - 1], E[slot], total)
-        sure = clean[t - 1] * kept * int(peaks[slot, 1] > least)
-        step, kept = normalise(total, W[t], P[t], sure)
-        offset += tops[t] + peaks[slot, 0]
-        mass *= step
+    for t in range(length):
+        for j in range(c):
+            row[j] = u[t, j]
+        if t == 0:
+            for j in range(c):
+                row[j] += start[j]
+        if t == length - 1:
+            for j in range(c):
+                row[j] += end[j]
+        top, least = exponentials(row, W[t])
+        offset += top
+        marks[t, 1] = 1.0 if least > lost_weight else 0.0
+        if t > 0:
+            slot = t - 1 if keep and not shared else 0
+            if fresh or not shared:
+                peaks[slot, 0], peaks[slot, 1] = exponentials(T[0 if shared else t - 1], flat[slot])
+                fresh = False
+            if not mass > 0:
+                break
+            sums_into(P[t - 1], E[slot], total)
+            offset += peaks[slot, 0]
+            sure = kept & (marks[t - 1, 1] > 0) & (peaks[slot, 1] > lost_product)
+        marks[t, 0], kept = normalise(total, W[t], P[t], sure)
+        mass *= marks[t, 0]
         if not 1e-200 < mass < 1e200:
             offset += math.log(mass) if mass > 0 else 0.0
             mass = 1.0 if mass > 0 else mass
@@ -165,17 +150,15 @@ def forward(u, T, length, start, end, W, tops, clean, P, E, peaks, total, spare,
 
 
 @kernel
-def values(
-    low, high, U, TT, starts, ends, lengths, out, W, tops, clean, P, E, peaks, total, spare
-):  # fmt: skip
+def values(low, high, U, TT, starts, ends, lengths, out, W, P, E, flat, peaks, marks, row, total):
     """A of the items low..high; NaN where it must be computed in another way."""
-    fresh = min(high - low, 1)  # whether E is still to be made
+    fresh = low < high  # whether E is still to be made
     for b in range(low, high):
         out[b] = forward(
             U[b], TT[b % TT.shape[0]], lengths[b], starts[b % starts.shape[0]],
-            ends[b % ends.shape[0]], W, tops, clean, P, E, peaks, total, spare, fresh, False,
+            ends[b % ends.shape[0]], W, P, E, flat, peaks, marks, row, total, fresh, False,
         )  # fmt: skip
-        fresh *= int(TT.shape[0] > 1 or lengths[b] == 1)
+        fresh = fresh & ((TT.shape[0] > 1) | (lengths[b] == 1))
 
 
 @kernel
@@ -212,27 +195,67 @@ def subtract_tags(lengths, tags, MU, MT):
 
 @kernel(fast=True, inner=True)
 def weigh(p, total, mu, clean):
-    """μ_i = p_i total_i / S and p becomes p / S, with S their sum, which is returned.
+    """μ_i = p_i total_i / S with S their sum, which is returned.
 
     NaN if a total may have lost a term, see ``normalise``.
     """
     tiny = total.dtype.type(TINIES[1] if total.itemsize == 8 else TINIES[0])
-    mass, lost = p.dtype.type(0), 0
+    zero = total.dtype.type(0)
+    mass, lost = zero, False
     for i in range(p.shape[0]):
-        lost |= 0 if (total[i] >= tiny) | ((clean > 0) & (total[i] == 0)) else 1
-        mass += p[i] * total[i]
-    for i in range(p.shape[0]):
-        p[i] /= mass
+        lost |= not (total[i] >= tiny) | (clean & (total[i] == zero))
         mu[i] = p[i] * total[i]
-    return mass if (lost == 0) & (mass >= tiny) else p.dtype.type(np.nan)
+        mass += mu[i]
+    scale = total.dtype.type(1) / mass
+    for i in range(p.shape[0]):
+        mu[i] *= scale
+    return np.nan if lost or not mass >= tiny else np.float64(mass)
 
 
 @kernel(fast=True, inner=True)
-def outer(p, E, r, out):
-    """out_ij = p_i E_ij r_j."""
+def edges(p, E, r, scale, out, total):
+    """out_ij = p_i E_ij r_j·scale, and total_i = Σ_j E_ij r_j."""
     for i in range(E.shape[0]):
+        weight, x = p[i] * scale, p.dtype.type(0)
         for j in range(E.shape[1]):
-            out[i, j] = p[i] * E[i, j] * r[j]
+            y = E[i, j] * r[j]
+            x += y
+            out[i, j] = weight * y
+        total[i] = x
+
+
+@kernel
+def gradients(
+    low, high, U, TT, starts, ends, lengths, out, MU, MT, W, P, E, flat, peaks, marks, row, total
+):  # fmt: skip
+    """A and its gradient for the items low..high; A is NaN where another way is needed.
+
+    MU and MT come in as zeros. Marginals are normalised at every position, so that rounding does
+    not pile up along a chain. The sum S that normalises those of step t is known before: with S′ of
+    the position after, P(yₜ₊₁) = x·w/m and r = total·w/z it is Σ_j x_j r_j = m·S′/z.
+    """
+    lost_product = LEAST[1] if U.itemsize == 8 else LEAST[0]
+    for b in range(low, high):
+        length = lengths[b]
+        sure = length > 0  # which it always is; a literal would make numba compile things once more
+        out[b] = forward(
+            U[b], TT[b % TT.shape[0]], length, starts[b % starts.shape[0]], ends[b % ends.shape[0]],
+            W, P, E, flat, peaks, marks, row, total, sure, sure,
+        )  # fmt: skip
+        if not out[b] > -INF:
+            continue
+        for i in range(total.shape[0]):
+            total[i] = 1
+        mass = weigh(P[length - 1], total, MU[b, length - 1], sure)
+        for t in range(length - 2, -1, -1):
+            scale, kept = normalise(total, W[t + 1], row, sure)
+            scale /= marks[t + 1, 0] * mass
+            edges(P[t], E[t], row, total.dtype.type(scale), MT[b, t], total)
+            sure = kept & (marks[t + 1, 1] > 0) & (peaks[t, 1] > lost_product)
+            mass = weigh(P[t], total, MU[b, t], sure)
+            if not mass > 0:
+                out[b] = np.nan
+                break
 
 
 @kernel(fast=True, inner=True)
@@ -246,7 +269,7 @@ def sum_of_outer(P, R, steps, E, block, out):
         for i in range(c):
             for j in range(c):
                 block[i, j] = 0
-        for t in range(start, min(start + 64, steps), 8):
+        for t in range(start, start + 64 if start + 64 < steps else steps, 8):
             for i in range(c):
                 p0, p1, p2, p3 = P[t, i], P[t + 1, i], P[t + 2, i], P[t + 3, i]
                 p4, p5, p6, p7 = P[t + 4, i], P[t + 5, i], P[t + 6, i], P[t + 7, i]
@@ -260,49 +283,43 @@ def sum_of_outer(P, R, steps, E, block, out):
 
 
 @kernel
-def gradients(
-    low, high, U, TT, starts, ends, lengths, out, MU, MT,
-    W, tops, clean, P, E, peaks, total, spare, R, block, transposed,
+def shared_gradients(
+    low, high, U, TT, starts, ends, lengths, out, MU, MT, W, P, E, flat, peaks, marks, row, total,
+    R, block, transposed,
 ):  # fmt: skip
-    """A and its gradient for the items low..high; A is NaN where another way is needed.
-
-    MU and MT come in as zeros. Marginals are normalised at every position, so that rounding does
-    not pile up along a chain.
-    """
-    c, steps = U.shape[2], MT.shape[1]
-    least = LEAST[1] if U.itemsize == 8 else LEAST[0]
-    fresh = min(high - low, 1)  # whether E is still to be made
+    """The same with one matrix of transitions for all steps, whose gradients are summed."""
+    c = U.shape[2]
+    lost_product = LEAST[1] if U.itemsize == 8 else LEAST[0]
+    fresh = low < high  # whether E is still to be made
     for b in range(low, high):
-        T, length = TT[b % TT.shape[0]], lengths[b]
+        length = lengths[b]
+        sure = length > 0
         out[b] = forward(
-            U[b], T, length, starts[b % starts.shape[0]], ends[b % ends.shape[0]],
-            W, tops, clean, P, E, peaks, total, spare, fresh, True,
+            U[b], TT[b % TT.shape[0]], length, starts[b % starts.shape[0]], ends[b % ends.shape[0]],
+            W, P, E, flat, peaks, marks, row, total, fresh, sure,
         )  # fmt: skip
-        if fresh > 0 and steps == 1 and length > 1:  # rows of the transpose are summed in registers
+        if fresh and length > 1:  # rows of the transpose are summed in registers
             for i in range(c):
                 for j in range(c):
                     transposed[j, i] = E[0, i, j]
-        fresh *= int(TT.shape[0] > 1 or length == 1)
+        fresh = fresh & ((TT.shape[0] > 1) | (length == 1))
         if not out[b] > -INF:
             continue
         for i in range(c):
             total[i] = 1
-        sure = min(length, 1)
-        weigh(P[length - 1], total, MU[b, length - 1], sure)
+        mass = weigh(P[length - 1], total, MU[b, length - 1], sure)
         for t in range(length - 2, -1, -1):
-            slot = t if steps > 1 else 0
             _, kept = normalise(total, W[t + 1], R[t], sure)
-            if steps == 1:
-                sums_into(R[t], transposed, total)
-            else:
-                sums_from(E[t], R[t], total)
-            sure = clean[t + 1] * kept * int(peaks[slot, 1] > least)
-            if not weigh(P[t], total, MU[b, t], sure) > 0:
+            sums_into(R[t], transposed, total)
+            sure = kept & (marks[t + 1, 1] > 0) & (peaks[0, 1] > lost_product)
+            mass = weigh(P[t], total, MU[b, t], sure)
+            if not mass > 0:
                 out[b] = np.nan
                 break
-            if steps > 1:
-                outer(P[t], E[t], R[t], MT[b, t])
-        if steps == 1 and length > 1 and out[b] == out[b]:
+            scale = total.dtype.type(1 / mass)
+            for i in range(c):
+                P[t, i] *= scale
+        if length > 1 and out[b] == out[b]:
             for t in range(length - 1, length + 6):
                 for j in range(c):
                     P[t, j] = R[t, j] = 0
@@ -400,7 +417,7 @@ def products(low, high, U, TT, lengths, VU, VT, WU, WT):
     beta, d_beta, d_after = np.empty(c), np.empty(c), np.empty(c)
     scratch, after, mu = np.empty(c), np.empty(c), np.empty(c)
     E = np.empty((max(1, steps), c, c), U.dtype)
-    p, total, spare = np.empty(c, U.dtype), np.empty(c, U.dtype), np.empty(c, U.dtype)
+    p, total = np.empty(c, U.dtype), np.empty(c, U.dtype)
     q, peaks = np.empty((c, c), U.dtype), np.empty(max(1, steps))
     edge, summed = np.empty((c, c)), np.empty((c, c))
     for b in range(low, high):
@@ -411,7 +428,7 @@ def products(low, high, U, TT, lengths, VU, VT, WU, WT):
         for t in range(1, length):
             step = 0 if T.shape[0] == 1 else t - 1
             if t == 1 or step > 0:
-                peaks[step], _ = exponentials(T[step], E[step], total, spare)
+                peaks[step], _ = exponentials(T[step].reshape(c * c), E[step].reshape(c * c))
             m = relative(alpha[t - 1], p)
             incoming(
                 alpha[t - 1], p, m + peaks[step], T[step], E[step], total, scratch, alpha[t], q
@@ -509,6 +526,16 @@ def outgoing(after, p, shift, T, E, total, scratch, beta, q):
             beta[i] = log_sum_exp(scratch)
             for j in range(c):
                 q[i, j] = math.exp(scratch[j] - beta[i]) if beta[i] != -INF else 0.0
+
+
+@kernel(fast=True, inner=True)
+def sums_from(E, p, total):
+    """total_i = Σ_j E_ij p_j."""
+    for i in range(E.shape[0]):
+        x = E[i, 0] * p[0]
+        for j in range(1, E.shape[1]):
+            x += E[i, j] * p[j]
+        total[i] = x
 
 
 @kernel(fast=True, inner=True)
@@ -629,8 +656,13 @@ def _forward_space(u: NDArray, steps: int) -> tuple[NDArray, ...]:
     n, c = u.shape[1:]
     slots = max(1, steps)
     W, P, E = (np.empty(shape, u.dtype) for shape in ((n, c), (n + 7, c), (slots, c, c)))
-    tops, clean, rows = np.empty(n, u.dtype), np.empty(n, np.int64), np.empty((2, c), u.dtype)
-    return W, tops, clean, P, E, np.empty((slots, 2)), rows[0], rows[1]
+    row, total = np.empty((2, c), u.dtype)
+    return W, P, E, E.reshape(slots, c * c), np.empty((slots, 2)), np.empty((n, 2)), row, total
+
+
+def _flat(T: NDArray) -> NDArray:
+    """``(B, s, c, c)`` as ``(B, s, c·c)``."""
+    return T.reshape(*T.shape[:2], T.shape[2] ** 2)
 
 
 def value(
@@ -643,10 +675,11 @@ def value(
 ) -> Tensor:
     """A ``(B)``, or A − ⟨θ, z⟩ of tags ``(B, n)``."""
     inputs = _inputs(unary, transition, start, end, lengths)
-    a = np.empty(len(unary))
+    u, T, *others = inputs
+    a, flat = np.empty(len(unary)), _flat(T)
 
     def task(low: int, high: int) -> None:
-        values(low, high, *inputs, a, *_forward_space(inputs[0], 1))
+        values(low, high, u, flat, *others, a, *_forward_space(u, 1))
 
     run_chunks(task, len(unary), _work(unary))
     left = np.isnan(a)
@@ -654,7 +687,7 @@ def value(
         a[left] = _again(_of_items(left, inputs), transition.shape[1])[0]
     if tags is not None:
         subtract_scores(*inputs, _integers(tags), a)
-    return torch.from_numpy(a.astype(inputs[0].dtype))
+    return torch.from_numpy(a.astype(u.dtype))
 
 
 def gradient(
@@ -679,15 +712,20 @@ def gradient(
 
 def _gradient(inputs: tuple[NDArray, ...], steps: int) -> tuple[NDArray, ...]:
     """A in float64 and its gradient in the dtype of the scores."""
-    u, lengths = inputs[0], inputs[-1]
+    u, T, *others = inputs
     (B, n, c), dtype = u.shape, u.dtype
     # the kernel writes no padding; numpy's zeros, unlike torch's, wake no other threads
-    new = np.empty if steps > 1 and (lengths == n).all() else np.zeros
+    new = np.empty if steps > 1 and (others[-1] == n).all() else np.zeros
     outputs = np.empty(B), new((B, n, c), dtype), new((B, steps, c, c), dtype)
+    given = u, _flat(T), *others, *outputs
 
     def task(low: int, high: int) -> None:
-        R, (block, transposed) = np.empty((n + 7, c), dtype), np.empty((2, c, c), dtype)
-        gradients(low, high, *inputs, *outputs, *_forward_space(u, steps), R, block, transposed)
+        space = _forward_space(u, steps)
+        if steps > 1:
+            gradients(low, high, *given, *space)
+        else:
+            R, (block, transposed) = np.empty((n + 7, c), dtype), np.empty((2, c, c), dtype)
+            shared_gradients(low, high, *given, *space, R, block, transposed)
 
     run_chunks(task, B, 2 * n * c * c)
     left = ~(outputs[0] > -np.inf)

@@ -9,7 +9,15 @@ from structmax.train.task import Task
 
 _PLACES = {
     "align": ("align", "Align"),
+    "explain": ("explain", "Explain"),
+    "induce": ("induce", "Induce"),
     "listops": ("listops", "ListOps"),
+    "nli": ("nli", "NLI"),
+    "parse": ("parse", "Parse"),
+    "path": ("path", "Path"),
+    "semdep": ("semdep", "SemDep"),
+    "seq2seq": ("seq2seq", "Translation"),
+    "sst": ("sst", "SST"),
     "tag": ("tag", "Tag"),
     "toy": ("toy", "Toy"),
 }

@@ -9,7 +9,6 @@ al., "SparseMAP", ICML 2018, next to the classical ones.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,11 +18,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
 from structmax import losses
-from structmax.data import columns, conllu, find_data, glove
+from structmax.data import Vocabulary, Words, columns, conllu, find_data, glove, words
 from structmax.data.columns import Tagged
+from structmax.nn.word_encoder import WordEncoder
 from structmax.smoothing import Gini, Hard, Shannon
 from structmax.structures.linear_chain import LinearChain
 from structmax.train.batches import move
@@ -38,8 +37,6 @@ LOSSES = {
     "hinge": (losses.hinge, Hard()),
     "sparsemap": (losses.sparsemap, Hard()),
 }
-NONE, UNKNOWN = 0, 1  # numbers of words and characters
-MOST_CHARS = 30
 
 
 @dataclass
@@ -76,16 +73,15 @@ class TagConfig(TrainConfig):
 
 
 class Batch(NamedTuple):
-    """Sentences: numbers of words ``(B, n)``, of given vectors, of each word among those spelt out
-    in chars ``(u, m)``; lengths ``(B)``; tags ``(B, n)``, and their names."""
+    """Sentences, their tags ``(B, n)`` and the names of these."""
 
-    words: Tensor
-    given: Tensor
-    spelt: Tensor
-    chars: Tensor
-    lengths: Tensor
+    words: Words
     tags: Tensor
     gold: list[list[str]]
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.words.lengths
 
 
 class Tagger(nn.Module):
@@ -93,36 +89,25 @@ class Tagger(nn.Module):
 
     def __init__(self, facts: dict[str, Any], config: TagConfig) -> None:
         super().__init__()
-        c, char, hidden = len(facts["tags"]), config.char_size, config.hidden_size
+        c = len(facts["tags"])
         self.loss, self.smoothing = LOSSES[config.loss]
-        self.words = nn.Embedding(len(facts["words"]) + 2, config.word_size, padding_idx=NONE)
-        self.chars = nn.Embedding(len(facts["chars"]) + 2, char, padding_idx=NONE)
-        self.given = nn.Embedding(len(facts["given"]) + 1, facts["size"], padding_idx=NONE)
-        self.given.weight.requires_grad_(False)
-        self.spell = nn.LSTM(char, char, batch_first=True, bidirectional=True)
-        size = config.word_size + facts["size"] + 2 * char
-        self.context = nn.LSTM(size, hidden, batch_first=True, bidirectional=True)
-        self.dropout, self.word_dropout = nn.Dropout(config.dropout), config.word_dropout
-        self.tags = nn.Linear(2 * hidden, c)
+        self.encoder = WordEncoder(
+            facts,
+            config.word_size,
+            config.char_size,
+            config.hidden_size,
+            facts["size"],
+            dropout=config.dropout,
+            word_dropout=config.word_dropout,
+        )
+        self.tags = nn.Linear(self.encoder.output_size, c)
         learned, spread = config.transitions == "learned", float(config.transitions == "random")
         self.transition = nn.Parameter(spread * torch.randn(c, c), learned)
         self.start = nn.Parameter(torch.zeros(c), learned)
         self.end = nn.Parameter(torch.zeros(c), learned)
 
     def forward(self, batch: Batch) -> LinearChain:
-        sizes = (batch.chars != NONE).sum(1).cpu()
-        spelt = pack(self.dropout(self.chars(batch.chars)), sizes)
-        _, (last, _) = self.spell(spelt)  # (2, u, char)
-        words = batch.words
-        if self.training:
-            words = words.where(
-                torch.rand(words.shape, device=words.device) >= self.word_dropout, UNKNOWN
-            )
-        own = last.transpose(0, 1).flatten(1)[batch.spelt]  # (B, n, 2·char)
-        inputs = torch.cat([self.words(words), self.given(batch.given), own], -1)
-        states, _ = self.context(pack(self.dropout(inputs), batch.lengths.cpu()))
-        states, _ = pad_packed_sequence(states, batch_first=True)
-        unary = self.tags(self.dropout(states))
+        unary = self.tags(self.encoder(batch.words))
         return LinearChain(
             unary, self.transition, self.start, self.end, batch.lengths, self.smoothing
         )
@@ -130,10 +115,6 @@ class Tagger(nn.Module):
     def soft(self, chain: LinearChain) -> Tensor:
         """The expected tags ``(B, n, c)`` that the loss compares with the gold ones."""
         return chain.sparsemap().marginals if self.loss is losses.sparsemap else chain.marginals()
-
-
-def pack(inputs: Tensor, lengths: Tensor) -> Any:
-    return pack_padded_sequence(inputs, lengths, batch_first=True, enforce_sorted=False)
 
 
 class Tag(Task):
@@ -147,57 +128,39 @@ class Tag(Task):
         if config.tags == "ner":
             self.metric = "f1"
         splits = read(config) if config.corpus else generate(config)
-        counts = Counter(word.lower() for sentence in splits.train for word in sentence.words)
-        chars = {char for sentence in splits.train for word in sentence.words for char in word}
         given: list[str] = []
         self.vectors = np.zeros((0, 0), np.float32)
         if config.vectors:
             given, self.vectors = glove.read(find_data(config.vectors, config.data))
         self.facts = {
-            "words": sorted(word for word, n in counts.items() if n >= config.least_count),
-            "chars": sorted(chars),
+            **words.facts((sentence.words for sentence in splits.train), config.least_count, given),
             "tags": sorted({tag for sentence in splits.train for tag in sentence.tags}),
-            "given": given,
             "size": self.vectors.shape[1],
             "spans": config.tags == "ner",
         }
-        self.__dict__.pop("index", None)
+        self.__dict__.pop("vocabulary", None)
         return splits
 
     def model(self, config: TagConfig) -> nn.Module:
         model = Tagger(self.facts, config)
         vectors = getattr(self, "vectors", ())  # none where a checkpoint will give them
         if len(vectors):
-            model.given.weight.data[1:] = torch.from_numpy(vectors)
+            model.encoder.given.weight.data[1:] = torch.from_numpy(vectors)
         return model
 
     def size(self, example: Any) -> int:
         return len(example.words)
 
     @cached_property
-    def index(self) -> dict[str, dict[str, int]]:
-        """The numbers of words, characters, given vectors and tags."""
-        first = {"words": UNKNOWN + 1, "chars": UNKNOWN + 1, "given": NONE + 1, "tags": 0}
-        return {
-            kind: {name: i for i, name in enumerate(self.facts[kind], start)}
-            for kind, start in first.items()
-        }
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.facts)
 
     def collate(self, examples: Sequence[Any]) -> Batch:
-        index = self.index
-        words = [[word.lower() for word in example.words] for example in examples]
-        forms = list(dict.fromkeys(word for example in examples for word in example.words))
-        place = {form: i for i, form in enumerate(forms)}
-        return Batch(
-            pad([[index["words"].get(word, UNKNOWN) for word in row] for row in words]),
-            pad([[index["given"].get(word, NONE) for word in row] for row in words]),
-            pad([[place[word] for word in example.words] for example in examples]),
-            pad([[index["chars"].get(c, UNKNOWN) for c in form[:MOST_CHARS]] for form in forms]),
-            torch.tensor([len(row) for row in words]),
-            # unknown tags are not in training data; evaluation goes by name
-            pad([[index["tags"].get(tag, 0) for tag in example.tags] for example in examples]),
-            [example.tags for example in examples],
-        )
+        index = {tag: i for i, tag in enumerate(self.facts["tags"])}
+        found = self.vocabulary.collate([example.words for example in examples])
+        # unknown tags are not in training data; evaluation goes by name
+        tags = [index.get(tag, 0) for example in examples for tag in example.tags]
+        return Batch(found, words.pad(tags, found.counts), [example.tags for example in examples])
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         return model.loss(model(batch), batch.tags, reduction="none")
@@ -237,25 +200,23 @@ class Tag(Task):
     def predict(self, model: Any, lines: Sequence[str]) -> Iterator[dict[str, Any]]:
         device = next(model.parameters()).device
         for line in lines:
-            words = line.split()
-            if not words:
+            sentence = line.split()
+            if not sentence:
                 raise ValueError("expected words between spaces, got an empty line.")
-            batch = move(self.collate([Tagged(words, [])]), device)
+            batch = move(
+                self.collate([Tagged(sentence, self.facts["tags"][:1] * len(sentence))]), device
+            )
             chain = model(batch)
             (tags,) = self._names(chain.argmax_tags(), batch.lengths)
             yield {
-                "words": words,
+                "words": sentence,
                 "tags": tags,
                 "choices": [  # to four places
                     {name: round(p, 4) for name, p in zip(self.facts["tags"], row) if p > 5e-5}
                     for row in model.soft(chain)[0].tolist()
                 ],
-                "text": " ".join(f"{word}/{tag}" for word, tag in zip(words, tags)),
+                "text": " ".join(f"{word}/{tag}" for word, tag in zip(sentence, tags)),
             }
-
-
-def pad(rows: Sequence[Sequence[int]]) -> Tensor:
-    return pad_sequence([torch.tensor(row, dtype=torch.int64) for row in rows], batch_first=True)
 
 
 # -- data -----------------------------------------------------------------------------------------

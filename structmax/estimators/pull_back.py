@@ -1,0 +1,83 @@
+"""Targets that a cost pulls back from z by gradient steps: what SPIGOT learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from structmax.estimators.base import call_cost
+from structmax.sparse import projection
+from structmax.structures.base import IntractableError, Structure
+from structmax.structures.grid_path import FreeGridPath
+from structmax.structures.parts import PartStructure
+
+VARIANTS = {  # and the queries that each needs
+    "euclidean": frozenset(["argmax", "score", "sparsemap"]),
+    "cross-entropy": frozenset(["log_partition", "marginals", "score", "sparsemap"]),
+    "exponentiated": frozenset(["log_partition", "marginals"]),
+}
+
+
+class Slope:
+    """∂L/∂m at points m between structures, of the whole loss: what further steps go down."""
+
+    def __init__(self, structure: Structure, cost: Callable[..., Tensor]) -> None:
+        self.structure, self.cost, self.outer = structure, cost, None
+
+    def watched(self, costs: Tensor) -> Tensor:
+        """The same costs; the gradient of the whole loss in each will be known."""
+        if costs.requires_grad:
+            costs.register_hook(lambda g: setattr(self, "outer", g))
+        return costs
+
+    @torch.enable_grad()
+    def __call__(self, point: Tensor) -> Tensor:
+        leaf = point.requires_grad_()
+        costs = call_cost(self.cost, leaf, self.structure)
+        return torch.autograd.grad(costs, leaf, self.outer)[0]
+
+
+@torch.no_grad()
+def start(structure: Structure, variant: str) -> Tensor:
+    """z, from which the target is pulled back: the argmax, or the marginals."""
+    if isinstance(structure, FreeGridPath):  # a projection asks at scores of any sign
+        raise IntractableError(
+            'SPIGOT: projections onto the paths of GridPath(moves="all") are intractable. '
+            'Use BlackBox or IMLE, or moves="monotone".'
+        )
+    return structure.argmax() if variant == "euclidean" else structure.marginals()
+
+
+def towards_target(
+    structure: PartStructure,
+    z: Tensor,
+    g: Tensor,
+    slope: Slope | None,
+    variant: str,
+    step: float,
+    steps: int,
+) -> Tensor:
+    """What has the gradient z − target in all scores ``(*batch)``.
+
+    Args:
+        z, g: where the cost was taken, and ∂L/∂z there
+        slope: gives ∂L/∂m at the points m of further steps
+        variant, step, steps: see :class:`SPIGOT`
+    """
+    point, moved = z, torch.zeros_like(g)
+    with torch.no_grad():
+        for t in range(steps):
+            g = g if t == 0 or slope is None else slope(point)
+            moved = moved - step * g
+            if variant == "exponentiated":
+                point = structure.perturb(moved).marginals()
+            else:
+                target = projection(structure, point - step * g)
+                point = target.marginals
+    if variant == "exponentiated":
+        return structure.log_partition() - structure.perturb(moved).log_partition()
+    every = structure.score(target.structures.movedim(len(structure.batch_shape), 0))
+    own = structure.score(z) if variant == "euclidean" else structure.log_partition()
+    return own - (target.probs.movedim(-1, 0) * every).sum(0)

@@ -1,0 +1,99 @@
+"""Classifiers of two sentences, each encoded by itself along its own tree.
+
+Sentences come as rows of one batch: row 2i and row 2i + 1 are a pair. They are compared by [u, v,
+|u − v|, u ⊙ v] (Mou et al., "Natural language inference by tree-based convolution and heuristic
+matching", ACL 2016), and what is said of a pair is said of both of its rows, so that an estimator
+sees the loss of the pair as the cost of either tree. An estimator must give both rows as many
+structures, in the same order: one that draws or chooses z, not one that sums over a support.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from structmax.nn.classifier import TreeClassifier
+from structmax.nn.dependency_classifier import DependencyClassifier
+
+
+def compare(states: Tensor) -> Tensor:
+    """``(N/2, 4·d)`` of sentences ``(N, d)``.
+
+    >>> compare(torch.tensor([[1.0], [3.0]]))
+    tensor([[1., 3., 2., 3.]])
+    """
+    u, v = states.unflatten(0, (-1, 2)).unbind(1)
+    return torch.cat([u, v, (u - v).abs(), u * v], -1)
+
+
+def interleave(first: Tensor, second: Tensor) -> Tensor:
+    """Words ``(B, n)`` and ``(B, m)``, or lengths ``(B)`` of both, as rows of one batch.
+
+    >>> interleave(torch.tensor([[3, 4]]), torch.tensor([[5]]))
+    tensor([[3, 4],
+            [5, 0]])
+    """
+    if first.dim() == 2:
+        width = max(first.shape[1], second.shape[1])
+        first, second = (nn.functional.pad(t, (0, width - t.shape[1])) for t in (first, second))
+    return torch.stack([first, second], 1).flatten(0, 1)
+
+
+def _head(size: int, classes: int, dropout: float) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(4 * size, size), nn.ReLU(), nn.Dropout(dropout), nn.Linear(size, classes)
+    )
+
+
+class PairByTree(TreeClassifier):
+    """Pairs of sentences along binary trees: a :class:`TreeClassifier` in all else.
+
+    >>> _ = torch.manual_seed(0)
+    >>> model = PairByTree(9, 3, "easy-first", input_size=6, hidden_size=8)
+    >>> words, lengths = torch.tensor([[3, 4, 5], [6, 7, 0]]), torch.tensor([3, 2])  # one pair
+    >>> model(words, lengths).shape  # twice the same
+    torch.Size([2, 3])
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        classes: int,
+        encoder: str = "easy-first",
+        input_size: int = 100,
+        hidden_size: int = 200,
+        dropout: float = 0.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(1, classes, encoder, hidden_size, dropout=dropout, **options)
+        self.words = nn.Embedding(vocabulary, input_size, padding_idx=0)
+        nn.init.normal_(self.words.weight.data[1:], std=0.3)  # as GloVe has
+        size = self.embedding.embedding_dim
+        self.embedding = nn.Sequential(  # type: ignore[assignment]
+            self.words, nn.Dropout(dropout), nn.Linear(input_size, size)
+        )
+        self.head = _head(hidden_size, classes, dropout)
+
+    def _logits(self, states: Tensor) -> Tensor:
+        states = states if self.kind == "lstm" else self.encoder.hidden(states)
+        return self.head(compare(states)).repeat_interleave(2, 0)
+
+
+class PairByDependency(DependencyClassifier):
+    """Pairs of sentences along dependency trees: a :class:`DependencyClassifier` in all else.
+
+    >>> _ = torch.manual_seed(0)
+    >>> model = PairByDependency(9, 3, composer="gcn", input_size=6, hidden_size=8)
+    >>> words, lengths = torch.tensor([[3, 4, 5], [6, 7, 0]]), torch.tensor([3, 2])  # one pair
+    >>> model(words, lengths).shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(self, vocabulary: int, classes: int, *args: Any, **options: Any) -> None:
+        super().__init__(vocabulary, classes, *args, **options)
+        self.head = _head(self.head.in_features, classes, self.dropout.p)  # type: ignore[assignment]
+
+    def _logits(self, states: Tensor) -> Tensor:
+        return self.head(self.dropout(compare(states))).repeat_interleave(2, 0)

@@ -1,0 +1,100 @@
+"""Dependency trees that nobody learned: by simple rules, at random, or from a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from structmax.data import conllu
+from structmax.data.folder import fault, read_lines
+from structmax.structures.dependency_tree import DependencyTree
+
+
+def flat(n: int) -> list[int]:
+    """The heads of n words: every word below the root symbol.
+
+    >>> flat(3)
+    [0, 0, 0]
+    """
+    return [0] * n
+
+
+def left(n: int) -> list[int]:
+    """Every word below the next one, as an LSTM reads them.
+
+    >>> left(3)
+    [2, 3, 0]
+    """
+    return [*range(2, n + 1), 0]
+
+
+def right(n: int) -> list[int]:
+    """Every word below the one before.
+
+    >>> right(3)
+    [0, 1, 2]
+    """
+    return [*range(n)]
+
+
+@cache
+def balanced(n: int) -> list[int]:
+    """The middle word above the middle words of both halves.
+
+    >>> balanced(5)
+    [2, 3, 0, 5, 3]
+    """
+    heads = [0] * n
+
+    def hang(first: int, last: int, head: int) -> None:
+        if first <= last:
+            middle = (first + last + 1) // 2
+            heads[middle - 1] = head
+            hang(first, middle - 1, middle)
+            hang(middle + 1, last, middle)
+
+    hang(1, n, 0)
+    return heads
+
+
+RULES: dict[str, Callable[[int], list[int]]] = {
+    "flat": flat,
+    "left": left,
+    "right": right,
+    "balanced": balanced,
+}
+
+
+def random(lengths: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Heads ``(B, n)`` of a tree with one root for each of lengths ``(B)``, all trees alike.
+
+    >>> random(torch.tensor([1, 1])).tolist()
+    [[0], [0]]
+    """
+    n = int(lengths.max()) + 1
+    tree = DependencyTree(  # type: ignore[abstract]
+        torch.zeros(len(lengths), n, n), lengths, labelled=False, validate_args=False
+    )
+    return tree.sample(generator=generator)[:, :, 1:].argmax(1)
+
+
+def read(path: Path) -> list[tuple[list[str], list[int | None]]]:
+    """Words and heads, from CoNLL-U or from what ``structmax predict --format json`` writes.
+
+    A malformed line raises ``ValueError`` with the file, the line's number and what is wrong.
+    """
+    if ".jsonl" not in path.suffixes:
+        return [(sentence.words, sentence.heads) for sentence in conllu.read(path)]
+    found = []
+    for number, line in read_lines(path):
+        try:
+            row = json.loads(line)
+            found.append((row["words"], row["heads"]))
+        except (json.JSONDecodeError, KeyError, TypeError):
+            raise fault(path, number, "expected an object with words and heads") from None
+    return found

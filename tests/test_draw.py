@@ -1,0 +1,246 @@
+"""Drawings: every structure has one, it is well-formed, and text cannot break it."""
+
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+
+import pytest
+import torch
+from table import ROWS, projective
+
+import structmax as sx
+from structmax.draw import Drawing, beside, heat_svg, page, tree_svg
+from structmax.draw.structure import WHAT
+from structmax.draw.svg import BLUE, GREEN, ORANGE, Canvas, width
+
+SVG = "{http://www.w3.org/2000/svg}"
+HEBREW, CHINESE = ["הילד", "אכל", "תפוח"], ["我", "喜欢", "语言"]
+
+
+def parsed(drawing: Drawing) -> ET.Element:
+    root = ET.fromstring(drawing)
+    assert root.tag == f"{SVG}svg"
+    assert "nan" not in drawing and "inf" not in drawing.replace("infinite", "")
+    return root
+
+
+def words(drawing: Drawing) -> list[ET.Element]:
+    return parsed(drawing).findall(f".//{SVG}text")
+
+
+def place(drawing: Drawing, text: str) -> float:
+    (found,) = [w for w in words(drawing) if w.text == text]
+    return float(found.attrib["x"])
+
+
+def dependency(n: int) -> sx.DependencyTree:
+    torch.manual_seed(0)
+    return sx.DependencyTree(torch.randn(n + 1, n + 1))
+
+
+class Even(torch.nn.Module):
+    """Shifts and reduces alike."""
+
+    def start(self, inputs, lengths):
+        return torch.zeros(len(inputs), 2)
+
+    def scores(self, state):
+        return state
+
+    def advance(self, state, action):
+        return state
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if name.split("/")[1] != "shannon-0.5"])
+def test_every_structure_draws(name):
+    torch.manual_seed(0)
+    structure = ROWS[name]()
+    item = structure[0] if structure.batch_shape else structure
+    drawn = 0
+    for what in (None, *WHAT):
+        query = {"top": "ranked_support", None: "argmax"}.get(what, what)
+        if item.supports(query):
+            parsed(item.draw(what=what))
+            drawn += 1
+        else:
+            with pytest.raises(sx.IntractableError):
+                item.draw(what=what)
+    assert drawn >= 3
+
+
+def test_opacity_is_the_marginal():
+    tree = dependency(3)
+    mean = tree.marginals()
+    drawn = tree.draw(["a", "b", "c"])
+    found = {
+        path.find(f"{SVG}title").text: path.attrib["stroke-opacity"]
+        for path in parsed(drawn).iter(f"{SVG}path")
+        if path.find(f"{SVG}title") is not None
+    }
+    assert len(found) == 9
+    for head, word in ((2, 1), (0, 3)):
+        p = float(mean[head, word])
+        title = f"{'root' if head == 0 else 'abc'[head - 1]} → {'abc'[word - 1]}: {p:.3f}"
+        assert float(found[title]) == pytest.approx(max(p, 0.06), abs=0.006)
+
+
+def test_sparsemap_and_top_say_their_probabilities():
+    tree = dependency(4)
+    result = tree.sparsemap()
+    captions = [w.text for w in words(tree.draw(what="sparsemap", k=9)) if "p = " in w.text]
+    chances = sorted((p for p in result.probs.tolist() if p > 0), reverse=True)
+    assert captions == [f"p = {p:.3f}" for p in chances[:9]]
+    best = tree.log_prob(tree.topk(2).structures).exp().tolist()
+    captions = [w.text for w in words(tree.draw(what="top", k=2)) if "p = " in w.text]
+    assert captions == [f"p = {p:.3f}" for p in best]
+
+
+def test_text_is_escaped():
+    bad = ["<script>alert(1)</script>", "a&b\"'", "\x00\x1b\ud800]]>"]
+    pair = (bad, bad)
+    pictures = [
+        dependency(3).draw(bad),
+        sx.BinaryTree(torch.zeros(3, 3)).draw(bad, "argmax"),
+        sx.BinaryTree(torch.zeros(3, 3)).draw(bad),
+        sx.LinearChain(torch.zeros(3, 3), torch.zeros(3, 3)).draw(bad, labels=bad),
+        sx.SemiMarkov(torch.zeros(3, 2, 3)).draw(bad, labels=bad),
+        sx.Alignment(torch.zeros(3, 3)).draw(pair),
+        sx.Assignment(torch.zeros(3, 3)).draw(pair, "top"),
+        sx.SpanningTree(torch.zeros(3, 3)).draw(bad),
+        sx.Choice(torch.zeros(3)).draw(bad),
+        sx.KSubset(torch.zeros(3), 2).draw(bad, "top"),
+        beside([(bad[0], tree_svg(bad, [(0, 1), (0, 2)]))]),
+    ]
+    for picture in pictures:
+        assert "<script" not in picture
+        assert any("<script>" in (w.text or "") for w in words(picture))
+        picture.encode("utf-8")  # no half of a character is left
+    html = page("<script>", [("<script>", pictures[0])])
+    assert "<script" not in html
+
+
+def test_right_to_left():
+    drawn = dependency(3).draw(HEBREW)
+    places = [place(drawn, word) for word in HEBREW]
+    assert places == sorted(places, reverse=True)
+    assert all(w.attrib["direction"] == "rtl" for w in words(drawn))
+    chain = sx.LinearChain(torch.zeros(3, 2), torch.zeros(2, 2)).draw(HEBREW, labels=["X", "Y"])
+    assert place(chain, "X") > place(chain, HEBREW[0]) > place(chain, HEBREW[2])
+    # a name on the left of a heat map ends there, whatever its direction
+    (name,) = [w for w in words(heat_svg([[1.0]], HEBREW[:1])) if w.text == HEBREW[0]]
+    assert name.attrib["text-anchor"] == "start" and float(name.attrib["x"]) < 0
+
+
+def test_wide_characters_take_more_room():
+    wide = tree_svg(["語" * 10, "語" * 10], [(0, 1)])
+    narrow = tree_svg(["x" * 10, "x" * 10], [(0, 1)])
+    assert wide.size[0] > 1.4 * narrow.size[0]
+    drawn = sx.BinaryTree(torch.zeros(3, 3)).draw(CHINESE, "argmax")
+    assert [w.text for w in words(drawn)] == CHINESE
+    assert all("direction" not in w.attrib for w in words(drawn))
+
+
+def test_long_sentences_stay_legible():
+    sentence = [f"word{i}" for i in range(60)]
+    torch.manual_seed(0)
+    scores = 6 * torch.randn(61, 61)
+    for drawn in (
+        sx.DependencyTree(scores).draw(sentence),
+        sx.DependencyTree(scores, projective=True).draw(sentence, "sparsemap"),
+        sx.BinaryTree(scores[:60, :60]).draw(sentence),
+    ):
+        width, height = drawn.size
+        assert width > 60 * 6 * 8 and height < 5000
+        assert 'style="max-width:none"' in drawn  # a page scrolls, it does not shrink it
+        sizes = [float(x) for x in re.findall(r'font-size="([\d.]+)"', drawn)]
+        assert min(sizes) >= 10
+        box = [float(x) for x in re.search(r'viewBox="([^"]*)"', drawn)[1].split()]
+        assert box[2:] == pytest.approx([width, height], abs=0.6)  # a pixel is a pixel
+
+
+def test_no_two_words_overlap():
+    sentence = ["a", "extraordinarily", "語語語語", "i", "é" * 12]
+    drawn = dependency(5).draw(sentence, "argmax")
+    ends = [(place(drawn, w) - width(w) / 2, place(drawn, w) + width(w) / 2) for w in sentence]
+    assert all(a[1] < b[0] for a, b in pairwise(ends))
+    left, _, wide, _ = map(float, re.search(r'viewBox="([^"]*)"', drawn)[1].split())
+    assert left < ends[0][0] and ends[-1][1] < left + wide
+
+
+def test_a_batch_asks_for_an_item():
+    ragged = projective(2, 5, 5, length=None)(sx.Shannon())
+    ragged = sx.DependencyTree(ragged.scores, torch.tensor([4, 2]), projective=True)
+    with pytest.raises(ValueError, match=r"batch_shape is \(2,\).*structure\[0\]"):
+        ragged.draw()
+    assert [w.text for w in words(ragged[1].draw(["x", "y"]))] == ["x", "y"]
+    assert ragged[:1].draw() == ragged[0].draw()  # one item may keep its dimension
+    with pytest.raises(ValueError, match="tokens must be a sequence of 2 names, got 4"):
+        ragged[1].draw(list("abcd"))
+
+
+def test_bad_arguments():
+    choice = sx.Choice(torch.zeros(3))
+    with pytest.raises(ValueError, match=r"what must be one of marginals, .*got 'mode'"):
+        choice.draw(what="mode")
+    with pytest.raises(ValueError, match="k must be an integer, at least 1, got 0"):
+        choice.draw(k=0)
+    with pytest.raises(ValueError, match="tokens must be a sequence of 3 names, got 'abc'"):
+        choice.draw("abc")
+    with pytest.raises(ValueError, match="tokens must be a sequence of 3 names, got 2"):
+        choice.draw(["a", "b"], "top")
+    with pytest.raises(ValueError, match="tokens must be a pair"):
+        sx.Alignment(torch.zeros(3, 3)).draw(["a", "b", "c"])
+    with pytest.raises(ValueError, match=r"labels must be a sequence of 2 names, got 1"):
+        sx.LinearChain(torch.zeros(3, 2), torch.zeros(2, 2)).draw(labels=["X"])
+
+
+def test_where_marginals_are_intractable():
+    torch.manual_seed(0)
+    large = sx.Assignment(torch.randn(20, 20))
+    assert parsed(large.draw()) is not None  # the best one
+    assert large.draw() == large.draw(what="argmax")
+    assert "score" in large.draw(what="top", k=2)  # no probabilities, but scores
+    with pytest.raises(sx.IntractableError):
+        large.draw(what="marginals")
+
+
+def test_policies_draw_the_greedy_tree():
+    trees = sx.ShiftReduce(Even(), torch.zeros(2, 3, 1), lengths=torch.tensor([3, 2]))
+    assert [w.text for w in words(trees[0].draw(list("abc")))] == ["a", "b", "c"]
+    assert len(words(trees[1].draw(["a", "b"]))) == 2
+    assert "p = 0.500" in trees[0].draw(what="top")
+    with pytest.raises(sx.IntractableError):
+        trees[0].draw(what="marginals")
+
+
+def test_graph_is_left_alone():
+    scores = torch.randn(4, 4, requires_grad=True)
+    sx.DependencyTree(scores).draw(what="sparsemap")
+    assert scores.grad is None
+
+
+def test_colours_are_readable_in_light_and_dark():
+    def light(colour: str) -> float:  # relative luminance, WCAG 2
+        x = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        x = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in x]
+        return 0.2126 * x[0] + 0.7152 * x[1] + 0.0722 * x[2]
+
+    for colour in (BLUE, ORANGE, GREEN):
+        for ground in ("#ffffff", "#131416"):
+            low, high = sorted((light(colour), light(ground)))
+            assert (high + 0.05) / (low + 0.05) > 4, (colour, ground)
+
+
+def test_notebooks_and_files(tmp_path):
+    drawn = Canvas().text(0, 0, "é").drawing()
+    assert drawn._repr_svg_() == drawn and "overflow-x:auto" in drawn._repr_html_()
+    drawn.save(tmp_path / "a.svg")
+    assert (tmp_path / "a.svg").read_text(encoding="utf-8") == drawn
+    assert repr(drawn).startswith("Drawing(") and "<svg" not in repr(drawn)
+
+
+def test_import_stays_light():
+    code = "import structmax, sys; assert not [m for m in sys.modules if 'structmax.draw' in m]"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

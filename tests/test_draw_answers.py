@@ -1,0 +1,29 @@
+"""Pictures of what trained models answer."""
+
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from structmax.draw import answer_svg
+
+
+@pytest.mark.parametrize(
+    ("answer", "texts"),
+    [
+        ({"words": ["a", "b"], "spans": [(0, 1)]}, {"a", "b"}),
+        ({"words": ["a", "b"], "heads": [2, 0], "labels": ["det", "top"]}, {"a", "b", "det"}),
+        (
+            {"words": ["a", "b"], "heads": [2, 0], "trees": [{"heads": [2, 0], "probability": 1}]},
+            {"p = 1.000"},
+        ),
+        ({"words": ["a", "b"], "arcs": [(0, 1), (0, 2), (2, 1)]}, {"a", "b"}),
+        ({"words": ["a"], "choices": [{"X": 0.9, "Y": 0.1}]}, {"a", "X", "Y"}),
+        ({"words": ["a"], "source": ["x"], "attention": [{"0": 1.0}]}, {"a", "x"}),
+        ({"premise": ["a"], "hypothesis": ["b"], "weights": [[1.0]]}, {"a", "b"}),
+        ({"cells": [[0, 0], [1, 1]]}, set()),
+        ({"words": ["a", "b"], "chosen": [1]}, {"a", "b"}),
+    ],
+)
+def test_answers_of_models(answer, texts):
+    drawn = ET.fromstring(answer_svg(answer))
+    assert texts <= {w.text for w in drawn.iter("{http://www.w3.org/2000/svg}text")}
