@@ -59,7 +59,8 @@ class NLIConfig(TrainConfig):
         option("softmax", "Of esim's words; uniform and random do not look at them.")
     )
     estimator: str = option(
-        "gumbel-straight-through", "How latent trees are trained: NAME or NAME:OPTION=VALUE,…"
+        "gumbel-straight-through",
+        "How latent trees are trained: NAME or NAME:OPTION=VALUE,OPTION=VALUE.",
     )
     layers: int = option(2, "Of the graph network along a dependency tree.")
     max_iter: int = option(20, "Most steps of SparseMAP, for each pair.")

@@ -51,7 +51,7 @@ class PathConfig(TrainConfig):
         "paths; no-solver: cells marked one by one; random: costs at random.",
     )
     estimator: str = option(
-        "imle:lam=20,noise=sum-of-gamma", "Of the solver: NAME or NAME:OPTION=VALUE,…"
+        "imle:lam=20,noise=sum-of-gamma", "Of the solver: NAME or NAME:OPTION=VALUE,OPTION=VALUE."
     )
     sigma: float = option(1.0, "Scale of the noise of the perturbed loss.")
     samples: int = option(1, "Draws of the perturbed loss.")

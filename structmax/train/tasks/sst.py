@@ -57,7 +57,7 @@ class SSTConfig(TrainConfig):
     )
     estimator: str = option(
         "sparse-expectation:max_iter=10",
-        "How latent trees are trained: NAME or NAME:OPTION=VALUE,…",
+        "How latent trees are trained: NAME or NAME:OPTION=VALUE,OPTION=VALUE.",
     )
     composer: Literal["child-sum", "gcn"] = option("child-sum", "What reads the tree.")
     projective: bool = option(False, "Let no arcs of latent trees cross.")
