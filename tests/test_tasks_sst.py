@@ -78,8 +78,9 @@ def test_latent_trees_learn(tmp_path: Path, estimator: str, composer: str) -> No
 )
 def test_other_trees_learn(tmp_path: Path, trees: str, composer: str) -> None:
     estimator = "straight-through" if trees == "graph" else SSTConfig.estimator
-    result, curve = fit(tmp_path, trees=trees, composer=composer, estimator=estimator)
-    assert curve[-1] < 0.9 * curve[0]
+    steps = 160 if trees == "flat" else SMALL["steps"]  # a tree of one level learns more slowly
+    result, curve = fit(tmp_path, trees=trees, composer=composer, estimator=estimator, steps=steps)
+    assert curve[-1] < 0.8 * curve[0]
     assert result["test"]["accuracy"] > 0.65
 
 

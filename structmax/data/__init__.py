@@ -8,6 +8,7 @@ from structmax.data import (
     parallel,
     snli,
     sst,
+    summaries,
     treebank,
     ucr,
     words,
