@@ -199,6 +199,24 @@ def test_a_narrow_beam(kind: str) -> None:
 
 
 @each_kind
+def test_a_beam_of_different_trees(kind: str) -> None:
+    """A wide one holds the best sequence of every tree; a narrow one holds no tree twice."""
+    s = make(kind)
+    wide, narrow = s.topk(200, distinct=True), s.topk(4, distinct=True)
+    for i, item in enumerate(s):
+        every = item.enumerate_support()
+        trees, which = item.to_spans(every).flatten(1).unique(dim=0, return_inverse=True)
+        scores = torch.full((len(trees),), -inf, dtype=torch.float64)
+        scores = scores.scatter_reduce(0, which, item.log_prob(every).detach(), "amax")
+        found = wide.exists[i]
+        torch.testing.assert_close(wide.scores[i][found], scores.sort(descending=True).values)
+        live = narrow.structures[i][narrow.exists[i]]
+        assert len(live) == min(4, len(trees))
+        assert len(item.to_spans(live).flatten(1).unique(dim=0)) == len(live)
+        torch.testing.assert_close(item.log_prob(live), narrow.scores[i][narrow.exists[i]])
+
+
+@each_kind
 def test_greedy_is_the_argmax_of_each_step(kind: str) -> None:
     s = make(kind)
     z = s.greedy().z

@@ -6,11 +6,13 @@ import lzma
 import random
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
-from structmax.data.trees import REDUCE, SHIFT
+from structmax.data.folder import fault, read_lines
+from structmax.data.trees import REDUCE, SHIFT, Trees
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 VOCABULARY = ("<pad>", *OPERATORS, "]", *map(str, range(10)))
@@ -69,6 +71,32 @@ def _apply(operator: str, values: list[int]) -> int:
         return sum(values) % 10
     values, half = sorted(values), len(values) // 2
     return values[half] if len(values) % 2 else (values[half - 1] + values[half]) // 2
+
+
+def brackets(tokens: Sequence[int]) -> list[tuple[int, int]]:
+    """Where the lists of an expression begin and end: what any tree that computes it must have,
+    however it splits a list.
+
+    >>> brackets(parse("[MAX 2 [SM 9 4 ] ]").tokens)
+    [(2, 5), (0, 6)]
+    """
+    opened, found = [], []
+    for at, token in enumerate(tokens):
+        if 1 <= token <= len(OPERATORS):
+            opened.append(at)
+        elif token == INDEX["]"]:
+            found.append((opened.pop(), at))
+    return found
+
+
+def brackets_found(tokens: Tensor, trees: Trees) -> tuple[int, int]:
+    """How many of the brackets of all expressions ``(B, n)`` trees have, and how many there are."""
+    there = total = 0
+    for row, bounds, length in zip(tokens.tolist(), trees.bounds.tolist(), trees.lengths.tolist()):
+        mine = brackets(row[:length])
+        there += len(set(mine) & set(map(tuple, bounds[: length - 1])))
+        total += len(mine)
+    return there, total
 
 
 def parse(text: str) -> Expression:
@@ -189,17 +217,12 @@ def read(path: str | Path) -> list[Expression]:
     raises ``ValueError`` with the file, the line's number and what is wrong with it.
     """
     found: list[Expression] = []
-    with _open(Path(path), "rt") as lines:
+    for number, line in read_lines(path):
         try:
-            for line in lines:
-                found.append(parse_line(line.rstrip("\n")))
-        except (ValueError, EOFError, lzma.LZMAError) as error:
-            raise ValueError(f"{path}:{len(found) + 1}: {error}") from None
+            found.append(parse_line(line))
+        except ValueError as error:
+            raise fault(path, number, str(error)) from None
     return found
-
-
-def _open(path: Path, mode: str) -> IO[Any]:
-    return lzma.open(path, mode) if path.suffix == ".xz" else path.open(mode)
 
 
 def parse_line(line: str) -> Expression:
@@ -249,7 +272,8 @@ def parse_line(line: str) -> Expression:
 
 def write(path: str | Path, expressions: Sequence[Expression]) -> None:
     """Write the official format, compressed if the name ends in ``.xz``."""
-    with _open(Path(path), "wt") as out:
+    path = Path(path)
+    with lzma.open(path, "wt") if path.suffix == ".xz" else path.open("w") as out:
         for e in expressions:
             out.write(f"{e.label}\t{_bracketed(e)}\n")
 

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from structmax.estimators.base import Estimator, at_least, call_cost
 from structmax.estimators.exact_expectation import weighted_sum
-from structmax.structures.base import Structure
+from structmax.structures.base import Structure, TopK
+from structmax.structures.incremental import Incremental
+
+
+def k_best(structure: Structure, k: int, distinct: bool) -> TopK:
+    """The k best structures; of an incremental one, perhaps k different trees."""
+    if isinstance(structure, Incremental):
+        return structure.topk(k, distinct)
+    return structure.topk(k)  # they are different
 
 
 @dataclass
@@ -24,6 +32,8 @@ class TopKExpectation(Estimator):
 
     Args:
         k: how many structures
+        distinct: of an incremental structure, k different trees (see ``EasyFirst.beam``): without
+            it most of the k may be orders of one tree, and there is nothing to compare
 
     >>> import torch, structmax as sx
     >>> scores = torch.tensor([0.0, 0.0, -9.0], requires_grad=True)
@@ -35,6 +45,7 @@ class TopKExpectation(Estimator):
     """
 
     k: int = 8
+    distinct: bool = False
 
     objective = "E[L(z)]"
     distribution = "top-k"
@@ -44,7 +55,7 @@ class TopKExpectation(Estimator):
         at_least(self, "k", 1)
 
     def loss(self, structure: Structure, cost: Callable[..., Tensor]) -> Tensor:
-        best = structure.topk(self.k)
+        best = k_best(structure, self.k, self.distinct)
         scores = torch.where(best.exists, best.scores / structure.temperature, -torch.inf)
         p = scores.softmax(-1).movedim(-1, 0)  # (k, *batch)
         z = best.structures.detach().movedim(len(structure.batch_shape), 0)

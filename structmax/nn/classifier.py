@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from structmax.data.trees import Trees
+from structmax.estimators.top_k_expectation import k_best
 from structmax.nn.chart_lstm import ChartLSTM
 from structmax.nn.easy_first import EasyFirstTreeLSTM
 from structmax.nn.latent_tree import LatentTree
@@ -143,7 +144,8 @@ class TreeClassifier(nn.Module):
             estimator: how a latent tree is trained; without it the model's own best tree is used,
                 and the parser gets no gradient
             beam: of a latent tree without an estimator: log of the class probabilities averaged
-                over so many of the best trees, in proportion to their probabilities
+                over so many of the best trees, in proportion to their probabilities. The loss is
+                then −log Σ p(z) p(label | z) over them, the marginal likelihood, truncated
         """
         leaves = self._leaves(tokens, lengths)
         if not self.is_latent or trees is not None or (estimator is None and beam == 1):
@@ -162,7 +164,7 @@ class TreeClassifier(nn.Module):
             return self._loss(classify(z, items), labels[items])
 
         if estimator is None:
-            logits = self._average(structure, structure.topk(beam), classify)
+            logits = self._average(structure, k_best(structure, beam, distinct=True), classify)
             return logits if labels is None else self._loss(logits, labels)
         if labels is None:
             return classify(estimator(structure), torch.arange(len(tokens), device=tokens.device))

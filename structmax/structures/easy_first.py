@@ -18,8 +18,8 @@ class EasyFirst(Incremental):
     At each step two neighbours are replaced by their parent; the action is the position of the left
     one among those that remain (Goldberg & Elhadad, 2010; as a latent variable Choi et al., 2018).
     A tree may be built in many orders, all different structures here: **log_prob is that of the
-    merge sequence, not of the tree**, and a beam may hold one tree several times. There are (n−1)!
-    sequences and Catalan(n−1) trees.
+    merge sequence, not of the tree**. There are (n−1)! sequences and Catalan(n−1) trees, so a beam
+    may hold one tree many times; ``beam(k, distinct=True)`` holds each once.
 
     z is one-hot, ``(*batch, n−1, n−1)`` ``[step, position]``, with rows of zeros past the last
     merge of a shorter item. Human form: the spans ``(first, last)`` in the order they are made;
@@ -96,6 +96,27 @@ class EasyFirst(Incremental):
         positions = [torch.arange(left) for left in range(length - 1, 0, -1)]
         return torch.cartesian_prod(*positions).reshape(-1, length - 1)
 
+    # -- what a sequence has built ----------------------------------------------------------------
+
+    def _made(self) -> tuple[Tensor, Tensor]:
+        """Where the subtrees start ``(B, n+1)``, and the sum of the hashes of all spans made."""
+        (size, n), device = self.inputs.shape[:2], self.inputs.device
+        starts = torch.arange(n + 1, device=device).expand(size, n + 1)
+        return starts, torch.zeros(size, dtype=torch.int64, device=device)
+
+    def _keys(self, made: tuple[Tensor, Tensor], choices: int) -> Tensor:
+        starts, key = made
+        span = starts[:, :choices] * starts.shape[1] + starts[:, 2 : choices + 2]
+        return key[:, None] + _hash(span)
+
+    def _make(self, made: tuple[Tensor, Tensor], action: Tensor) -> tuple[Tensor, Tensor]:
+        starts, key = made
+        at = action[:, None]
+        new = self._keys(made, starts.shape[1] - 2).gather(1, at.clamp(min=0)).squeeze(1)
+        column = torch.arange(starts.shape[1], device=starts.device)
+        merged = starts.gather(1, (column + (column > at)).clamp(max=starts.shape[1] - 1))
+        return torch.where(at < 0, starts, merged), torch.where(action < 0, key, new)
+
     # -- trees ------------------------------------------------------------------------------------
 
     def _spans(self, actions: Tensor) -> Tensor:
@@ -145,6 +166,14 @@ class EasyFirst(Incremental):
         padded = [row + [-1] * (steps - len(row)) for row in rows]
         actions = torch.tensor(padded, dtype=torch.int64, device=self.inputs.device)
         return self.encode(actions.reshape(*shape, steps))
+
+
+def _hash(number: Tensor) -> Tensor:
+    """64 bits that look random (the finalizer of splitmix64: Steele, Lea & Flood, 2014)."""
+    x = number * -7046029254386353131
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -4658895280553007687
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -7723592293110705685
+    return x ^ (x >> 31 & (1 << 33) - 1)
 
 
 def _positions(spans: list[list[int]]) -> list[int]:

@@ -159,6 +159,19 @@ class Incremental(Structure):
     def _every(length: int) -> Tensor:
         """Every sequence of actions, ``(count, steps)``."""
 
+    def _made(self) -> Any:
+        """What tells prefixes that built the same apart from others, before the first action, a row
+        for each item; None where no two sequences build the same."""
+        return None
+
+    def _keys(self, made: Any, choices: int) -> Tensor:
+        """Of each next action, what its prefix will have built, as a number ``(N, choices)``."""
+        raise NotImplementedError
+
+    def _make(self, made: Any, action: Tensor) -> Any:
+        """What ``made`` is after an action ``(N)``, −1 for none."""
+        raise NotImplementedError
+
     @abstractmethod
     def _spans(self, actions: Tensor) -> Tensor:
         """Of actions ``(N, T)``, the spans they build as ``first·n + last``, n² for none."""
@@ -239,25 +252,29 @@ class Incremental(Structure):
 
         return self._roll(choose, sample_shape, soft=True)
 
-    def beam(self, k: int) -> Rollout:
+    def beam(self, k: int, distinct: bool = False) -> Rollout:
         """Beam search: z ``(*batch, k, *parts)``, log-probabilities ``(*batch, k)``, best first.
 
         The k best prefixes are kept at each step. Approximate, unless there are at most k prefixes
         of every length. Slots for which there is no structure hold the best one again, at −inf.
+
+        Args:
+            k: the width of the beam
+            distinct: keep one sequence of each tree, its best, so that k trees are different
         """
         if not isinstance(k, int) or k < 1:
             raise ValueError(f"{self._name}: k must be an integer, at least 1, got {k!r}.")
         items = torch.arange(len(self.inputs), device=self.inputs.device).repeat_interleave(k)
-        built = self._found(("beam", k), lambda s: beam(s, k), items, k)
+        built = self._found(("beam", k, distinct), lambda s: beam(s, k, distinct), items, k)
         return self._keep(built, items, (*self.batch_shape, k))
 
-    def topk(self, k: int) -> TopK:
+    def topk(self, k: int, distinct: bool = False) -> TopK:
         """Approximate: the k structures that a beam search of width k ends with (see ``beam``).
 
         Its scores are exact and differentiable, but better structures may have been lost on the
         way. ``exists`` is False where the beam held fewer than k.
         """
-        z, log_prob, _ = self.beam(k)
+        z, log_prob, _ = self.beam(k, distinct)
         return TopK(z, log_prob, log_prob > -math.inf)
 
     def enumerate_support(self, expand: bool = True) -> Tensor:

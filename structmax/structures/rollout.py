@@ -96,11 +96,12 @@ def follow(s: Incremental, choose: Choose, rows: Tensor | None = None) -> Built:
     return built._replace(soft=pad(torch.stack(soft, 1), (0, 0, 0, missing)))
 
 
-def beam(s: Incremental, k: int) -> Built:
+def beam(s: Incremental, k: int, distinct: bool = False) -> Built:
     """The k best prefixes at each step; B·k rows, those of an item together and best first."""
     size, device = len(s.inputs), s.inputs.device
     now, item = _start(s, None), torch.arange(size, device=device)[:, None]
     total = torch.zeros(size, 1, dtype=s._accurate, device=device)
+    made = s._made() if distinct else None
     history = []  # the beam that each came from and the action taken, read backwards at the end
     for t in range(s._steps(s._longest)):
         _, logp, done = _look(s, now, t)  # (B·width, choices)
@@ -109,7 +110,8 @@ def beam(s: Incremental, k: int) -> Built:
             stay = torch.where(torch.arange(choices, device=device) == 0, 0.0, -math.inf)
             logp = torch.where(done[:, None], stay.to(logp), logp)
         reached = (total[..., None] + logp.reshape(size, width, choices)).flatten(1)
-        total, at = reached.topk(min(k, width * choices))
+        keys = None if made is None else s._keys(made, choices).reshape(size, -1)
+        total, at = _best(reached, k, keys)
         at = torch.where(total > -math.inf, at, at[:, :1])  # the policy sees legal actions only
         parent, action = at // choices, (at % choices).reshape(-1)
         rows = (item * width + parent).reshape(-1)
@@ -118,6 +120,8 @@ def beam(s: Incremental, k: int) -> Built:
             done = done[rows]
             action = action.masked_fill(done, -1)
         now = _move(s, now, action, one_hot(action, choices, s.dtype), done)
+        if made is not None:
+            made = s._make(select(made, rows), action)
         history.append((parent, action.reshape(parent.shape)))
     state, width = now[1], total.shape[1]
     slot = torch.arange(k, device=device)
@@ -130,6 +134,21 @@ def beam(s: Incremental, k: int) -> Built:
         actions.append(action.gather(1, slot).reshape(-1))
         slot = parent.gather(1, slot)
     return Built(_stack(s, actions[::-1], size * k), total.reshape(-1), state)
+
+
+def _best(reached: Tensor, k: int, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The k best of what is reached ``(B, m)``, and where they are; of those with the same key only
+    the best."""
+    count = reached.shape[1]
+    if keys is None:
+        return reached.topk(min(k, count))  # type: ignore[return-value]
+    # each of at most k beams goes on to a key once, so of the k² best k are different
+    best, at = reached.topk(min(k * k, count))
+    keys = keys.gather(1, at)
+    before = torch.ones(at.shape[1], at.shape[1], dtype=torch.bool, device=at.device).tril(-1)
+    again = ((keys[:, :, None] == keys[:, None]) & before).any(-1)
+    best, order = best.masked_fill(again, -math.inf).topk(min(k, count))
+    return best, at.gather(1, order)
 
 
 def known(s: Incremental, actions: Tensor, items: Tensor) -> Built:

@@ -16,7 +16,7 @@ def estimator_of(text: str, structure: Structure | None = None) -> Estimator:
     """The estimator ``name`` or ``name:option=value,option=value``, checked against a structure.
 
     >>> estimator_of("top-k-expectation:k=5")
-    TopKExpectation(k=5)
+    TopKExpectation(k=5, distinct=False)
     >>> estimator_of("sparse-expectation:max_iter=10").options
     {'max_iter': 10}
     >>> estimator_of("top-k-expectation:n=5")
@@ -53,5 +53,5 @@ def estimator_of(text: str, structure: Structure | None = None) -> Estimator:
 def _value(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return text

@@ -31,7 +31,8 @@ class ListOpsConfig(TrainConfig):
     ] = option("easy-first", "Where trees come from; lstm has none.")
     estimator: str = option(
         "top-k-expectation:k=5",
-        "How latent trees are trained: NAME or NAME:OPTION=VALUE,…; supervised: by gold trees.",
+        "How latent trees are trained: NAME or NAME:OPTION=VALUE,…; likelihood: of the label, "
+        "summed over the --beam best trees; supervised: by gold trees.",
     )
     hidden_size: int = option(128, "Size of the vectors.")
     cell: Literal["gated", "tree-lstm"] = option("gated", "What composes two subtrees.")
@@ -101,7 +102,7 @@ class ListOps(Task):
         model.beam, model.supervised, model.estimator = config.beam, False, None
         if config.encoder in LATENT:
             model.supervised = config.estimator == "supervised"
-            if not model.supervised:
+            if config.estimator not in ("supervised", "likelihood"):
                 example = self.collate([listops.parse("[MAX 1 2 ]")])
                 structure = model.structure(example.tokens, example.lengths)
                 model.estimator = estimator_of(config.estimator, structure)
@@ -115,7 +116,8 @@ class ListOps(Task):
 
     def loss(self, model: Any, batch: Any) -> Tensor:
         given = batch.trees if model.supervised or model.kind == "gold" else None
-        losses = model(*batch[:3], trees=given, estimator=model.estimator)
+        beam = model.beam if model.estimator is None else 1
+        losses = model(*batch[:3], trees=given, estimator=model.estimator, beam=beam)
         if model.supervised:
             losses = losses + model.supervise(batch.tokens, batch.lengths, batch.trees)
         return losses
@@ -134,6 +136,7 @@ class ListOps(Task):
             found = {"accuracy": Ratio(float(right.sum()), len(right))}
             if trees is not None:
                 found |= tree_f1(trees, batch.trees)
+                found["brackets"] = Ratio(*listops.brackets_found(batch.tokens, trees))
             for name, part in found.items():
                 total, number = sums.get(name, Ratio(0.0, 0.0))
                 sums[name] = Ratio(total + part.total, number + part.number)
