@@ -18,7 +18,7 @@ from structmax.nn import ESIM, PairByTree
 from structmax.nn.pair_classifier import interleave
 from structmax.train import Trainer, UserError
 from structmax.train.metrics import read_log
-from structmax.train.tasks.nli import NLI, NLIConfig, generate
+from structmax.train.tasks.nli import NLI, STRUCTURED, NLIConfig, generate
 
 SMALL = {
     "steps": 160,
@@ -57,7 +57,8 @@ def test_alignments_learn(tmp_path: Path, alignment: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("encoder", "estimator"), [*ENCODERS, ("bilstm", "marginals"), ("balanced", "marginals")]
+    ("encoder", "estimator"),
+    [*ENCODERS, *((kind, "marginals") for kind in ("bilstm", "balanced", *STRUCTURED))],
 )
 def test_sentence_encoders_learn(tmp_path: Path, encoder: str, estimator: str) -> None:
     result, curve = fit(tmp_path, encoder=encoder, estimator=estimator)
@@ -76,7 +77,7 @@ def batch_of(**options):
     "options",
     [{"alignment": a} for a in (*ALIGNMENTS, "uniform")]
     + [{"encoder": a, "estimator": b} for a, b in ENCODERS]
-    + [{"encoder": a} for a in ("lstm", "bilstm", "balanced")],
+    + [{"encoder": a} for a in ("lstm", "bilstm", "balanced", *STRUCTURED)],
 )
 def test_pairs_of_a_batch_do_not_touch(options) -> None:
     model, batch, task, examples = batch_of(**options)

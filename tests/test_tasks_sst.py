@@ -122,6 +122,37 @@ def test_sentences_of_a_batch_do_not_touch(options) -> None:
         assert torch.allclose(found[0], together[i], atol=1e-5)
 
 
+@pytest.mark.parametrize("estimator", ["pipeline", "straight-through"])
+def test_graphs_are_learned_first(tmp_path: Path, estimator: str) -> None:
+    """From a treebank; after that a pipeline leaves the parser as it is."""
+    rows = ["1\tthe\t_\t_\t_\t_\t2\t_\t2:x\t_", "2\tfox\t_\t_\t_\t_\t0\t_\t0:root\t_"]
+    rows += ["3\truns\t_\t_\t_\t_\t2\t_\t1:x|2:x\t_", ""]
+    folder = tmp_path / "graphs"
+    folder.mkdir()
+    for name in ("train", "dev", "test"):
+        (folder / f"{name}.conllu").write_text("\n".join(rows * 9) + "\n")
+    options = {"trees": "graph", "composer": "gcn", "graphs": str(folder), "pretrain": 40}
+    model, batch, task, _ = batch_of(**options, estimator=estimator, word_dropout=0.0)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    curve = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = task.loss(model, batch).mean()
+        loss.backward()
+        optimizer.step()
+        curve.append(float(loss.detach()))
+    assert curve[-1] < 0.5 * curve[0]
+    numbers = torch.tensor([task.vocabulary.numbers(["the", "fox", "runs"])])
+    scores = model.eval().arcs(numbers, torch.tensor([3]))[0, 1:, 1:]
+    gold = torch.tensor([[0, 0, 1], [1, 0, 1], [0, 0, 0]], dtype=torch.bool)
+    off = ~torch.eye(3, dtype=torch.bool)
+    assert torch.equal((scores > 0)[off], gold[off])
+    model.train().zero_grad()
+    task.loss(model, batch).mean().backward()  # of sentences, from now on
+    moved = sum(float(p.grad.abs().sum()) for p in model.parser_parameters() if p.grad is not None)
+    assert (moved > 0) == (estimator != "pipeline")
+
+
 def test_predictions_are_mixtures_over_trees() -> None:
     model, batch, _, _ = batch_of()
     estimator = sx.estimators.SparseExpectation()
@@ -180,6 +211,10 @@ def test_trees_of_a_file(tmp_path: Path) -> None:
         read.data(SSTConfig(trees="file", trees_file=str(path)))
     with pytest.raises(UserError, match="go together"):
         SSTConfig(trees="file").check()
+    with pytest.raises(UserError, match="of --trees graph alone"):
+        SSTConfig(graphs="ud").check()
+    with pytest.raises(UserError, match="needs --graphs"):
+        SSTConfig(trees="graph", estimator="pipeline").check()
 
 
 def test_sst_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from structmax.nn.esim import ESIM
 from structmax.nn.gated_recursive import GatedRecursiveCell
 from structmax.nn.latent_tree import LatentDependency, LatentTree
 from structmax.nn.leaf_lstm import LeafLSTM, SentenceLSTM
-from structmax.nn.pair_classifier import PairByDependency, PairByTree
+from structmax.nn.pair_classifier import PairByAttention, PairByDependency, PairByTree
 from structmax.nn.semantic_graph import SemanticGraph
 from structmax.nn.seq2seq import Seq2Seq
 from structmax.nn.spinn import SPINN
@@ -36,6 +36,7 @@ __all__ = [
     "LatentDependency",
     "LatentTree",
     "LeafLSTM",
+    "PairByAttention",
     "PairByDependency",
     "PairByTree",
     "SemanticGraph",

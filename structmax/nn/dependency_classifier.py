@@ -151,6 +151,10 @@ class DependencyClassifier(nn.Module):
         """
         return self._structure(self._inputs(words, lengths), lengths, estimator)
 
+    def arcs(self, words: Tensor, lengths: Tensor) -> Tensor:
+        """The scores ``(B, n+1, n+1)`` of arcs [head, modifier], 0 the root symbol."""
+        return self.encoder.arcs(self._inputs(words, lengths), lengths)
+
     @torch.no_grad()
     def parse(self, words: Tensor, lengths: Tensor) -> Tensor:
         """The heads ``(B, n)`` of the best latent trees."""

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from structmax.nn.classifier import TreeClassifier
 from structmax.nn.dependency_classifier import DependencyClassifier
+from structmax.nn.leaf_lstm import LeafLSTM
+from structmax.nn.structured_attention import StructuredAttention
 
 
 def compare(states: Tensor) -> Tensor:
@@ -97,3 +99,52 @@ class PairByDependency(DependencyClassifier):
 
     def _logits(self, states: Tensor) -> Tensor:
         return self.head(self.dropout(compare(states))).repeat_interleave(2, 0)
+
+
+class PairByAttention(nn.Module):
+    """Pairs of sentences, each read by :class:`StructuredAttention` over a bidirectional LSTM.
+
+    Of a ``"chain"`` the sentence is what it selects; of a tree the largest of each feature over
+    the words. Kim, Denton, Hoang & Rush, "Structured attention networks", ICLR 2017, section 4.4;
+    with the Matrix-Tree theorem Liu & Lapata, TACL 2018.
+
+    Args:
+        vocabulary, classes: how many there are; word 0 is padding
+        structure: ``"chain"``, ``"projective"`` or ``"nonprojective"``
+        input_size, hidden_size: of word vectors and of states; the latter an even number
+        dropout: of word vectors and of the classifier
+        estimator: as in :class:`StructuredAttention`
+
+    >>> _ = torch.manual_seed(0)
+    >>> model = PairByAttention(9, 3, "projective", input_size=6, hidden_size=8)
+    >>> words, lengths = torch.tensor([[3, 4, 5], [6, 7, 0]]), torch.tensor([3, 2])  # one pair
+    >>> model(words, lengths).shape
+    torch.Size([1, 3])
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        classes: int,
+        structure: str = "nonprojective",
+        input_size: int = 100,
+        hidden_size: int = 200,
+        dropout: float = 0.0,
+        estimator: Any = "marginals",
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, input_size, padding_idx=0)
+        nn.init.normal_(self.embedding.weight.data[1:], std=0.3)
+        self.context = LeafLSTM(input_size, hidden_size)
+        self.attention = StructuredAttention(structure, hidden_size, estimator)
+        self.dropout = nn.Dropout(dropout)
+        self.head = _head(hidden_size, classes, dropout)
+
+    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
+        """Logits ``(N/2, classes)`` of words ``(N, n)``, lengths ``(N)``."""
+        x = self.context(self.dropout(self.embedding(words)), lengths)
+        states = self.attention(x, lengths)
+        if self.attention.kind != "chain":
+            inside = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+            states = torch.where(inside[..., None], states, -1.0).amax(1)  # tanh is above −1
+        return self.head(self.dropout(compare(states)))

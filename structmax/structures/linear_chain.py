@@ -19,6 +19,7 @@ from structmax.smoothing import Smoothing
 from structmax.structures.base import Structure
 from structmax.structures.dynamic import DynamicStructure
 from structmax.structures.lengths import OneSided
+from structmax.structures.parts import at_most_zero
 
 
 @family
@@ -173,7 +174,7 @@ class LinearChain(OneSided, DynamicStructure):
         """Whether a value ``(*B)`` that all scores go into shows that they are good; else looks."""
         if not self._unseen or not checks.can_look():
             return False
-        finite = bool((value.detach().abs() < math.inf).all())
+        finite = math.isfinite(value.detach().sum().item())  # one kernel; a sum may also overflow
         if finite:
             self._unseen = False
         else:
@@ -316,9 +317,13 @@ class LinearChain(OneSided, DynamicStructure):
 
     def _dense_parts(self) -> tuple[Tensor, ...]:
         """Unary, transition, start and end scores for the dense chain; empty ones are absent."""
-        dtype, given = self._dtype_inside(), (self.start, self.end)
-        ends = [self.unary.new_empty(0) if s is None else s for s in given]
-        return *self._main_parts(), *[s.to(dtype).expand(*self.batch_shape, -1) for s in ends]
+        unary, transition = self._main_parts()
+        none = unary.new_empty(*self.batch_shape, 0)
+        given = [
+            none if s is None else s.to(unary.dtype).expand(*self.batch_shape, -1)
+            for s in (self.start, self.end)
+        ]
+        return unary, transition, *given
 
     def _value(self) -> Tensor:
         if not self._is_gibbs:
@@ -338,18 +343,18 @@ class LinearChain(OneSided, DynamicStructure):
         return value
 
     def _viterbi(self) -> tuple[Tensor, Tensor]:
-        best, tags = dense.argmax(*[p.detach() for p in self._dense_parts()], self._lengths())
+        best, tags = dense.best_tags(*[p.detach() for p in self._dense_parts()], self._lengths())
         return best, tags
 
     def argmax(self) -> Tensor:
         best, tags = self._viterbi()
-        z = tags[..., None] == torch.arange(self.event_shape[1], device=tags.device)
+        z = tags.unsqueeze(-1) == torch.arange(self.event_shape[1], device=tags.device)
         return self._refuse_infeasible("argmax", best, z.to(self.dtype))
 
     def _argmax_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         unary, transition = parts
         none = [unary.new_empty(0).expand(*self.batch_shape, 0)] * 2
-        best, tags = dense.argmax(unary, transition, *none, self._lengths())
+        best, tags = dense.best_tags(unary, transition, *none, self._lengths())
         at = torch.arange(self.event_shape[1], device=tags.device)
         z = ((tags[..., None] == at) & self._inside()[..., None]).to(unary.dtype)
         if self._steps_given:
@@ -423,8 +428,11 @@ class LinearChain(OneSided, DynamicStructure):
             return super().log_prob(tags)
         constants = self._lengths(), tags.long()
         loss = dense.chain_loss.value(self._dense_parts(), constants, "", self.smoothing.code)
-        self._finite(loss)
-        return -loss / self.smoothing.gamma
+        log_prob = at_most_zero(-loss / self.smoothing.gamma)
+        if self._finite(loss) or not (self._validate_args and checks.can_look()):
+            return log_prob
+        # of scores that were looked at, NaN stands for an item that allows nothing: ∞ − ∞
+        return torch.where(log_prob.isnan(), -math.inf, log_prob)
 
     def _score(self, z: Tensor) -> Tensor:
         return self._score_tags(z.to(torch.uint8).argmax(-1))

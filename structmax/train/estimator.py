@@ -21,7 +21,7 @@ def estimator_of(text: str, structure: Structure | None = None) -> Estimator:
     {'max_iter': 10}
     >>> estimator_of("top-k-expectation:n=5")
     Traceback (most recent call last):
-    structmax.train.errors.UserError: estimator top-k-expectation has no option 'n'. There are: k.
+    structmax.train.errors.UserError: estimator top-k-expectation has no option 'n'. There are: ...
     """
     name, _, rest = text.partition(":")
     if name not in estimators.NAMES:

@@ -5,7 +5,8 @@ et al., "Enhanced LSTM for natural language inference", ACL 2017; and encoders a
 Choi, Yoo & Lee, "Learning to compose task-specific tree structures", AAAI 2018 (easy-first with
 straight-through Gumbel); Yogatama et al., "Learning to compose words into sentences with
 reinforcement learning", ICLR 2017 (spinn with reinforce); Havrylov, Kruszewski & Joulin,
-"Cooperative learning of disjoint syntax and semantics", NAACL 2019 (ppo).
+"Cooperative learning of disjoint syntax and semantics", NAACL 2019 (ppo); and structured attention
+within each sentence: Kim, Denton, Hoang & Rush, "Structured attention networks", ICLR 2017.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from torch import Tensor, nn
 from structmax.data import find_data, snli
 from structmax.data.snli import LABELS
 from structmax.nn.esim import ESIM
-from structmax.nn.pair_classifier import PairByDependency, PairByTree, interleave
+from structmax.nn.pair_classifier import (
+    PairByAttention,
+    PairByDependency,
+    PairByTree,
+    interleave,
+)
 from structmax.train.batches import move
 from structmax.train.config import TrainConfig, option
 from structmax.train.errors import UserError
@@ -32,6 +38,7 @@ from structmax.train.metrics import Ratio
 from structmax.train.task import Splits, Task
 from structmax.train.tasks.vocabulary import Vocabulary, fill, pad, read_vectors
 
+STRUCTURED = ("chain", "projective", "nonprojective")
 _TOKEN = re.compile(r"n't|\w+(?=n't)|'\w+|\w+|[^\w\s]")
 ONE_Z = ("gumbel-straight-through", "straight-through", "perturb-and-map", "perturb-and-parse",
          "marginals", "spigot", "reinforce", "ppo", "imle")  # fmt: skip
@@ -53,8 +60,13 @@ class NLIConfig(TrainConfig):
     test_file: str = option("test.tsv", "Of the corpus, to test.")
     vectors: str = option("", "File of word vectors, such as glove/glove6B100d_subset.txt.")
     encoder: Literal[
-        "esim", "lstm", "bilstm", "balanced", "random", "easy-first", "spinn", "dependency"
-    ] = option("esim", "esim compares words; the others compare sentences, along trees or none.")
+        "esim", "lstm", "bilstm", "balanced", "random", "easy-first", "spinn", "dependency",
+        "chain", "projective", "nonprojective",
+    ] = option(
+        "esim",
+        "esim compares words; the others compare sentences, along trees or none; the last three: "
+        "structured attention within each.",
+    )  # fmt: skip
     alignment: Literal["softmax", "sparsemax", "assignment", "sequence", "uniform", "random"] = (
         option("softmax", "Of esim's words; uniform and random do not look at them.")
     )
@@ -154,6 +166,8 @@ class NLI(Task):
             return PairByDependency(
                 *size, trees, "gcn", *sizes, dropout=config.dropout, layers=config.layers
             )
+        if kind in STRUCTURED:
+            return PairByAttention(*size, kind, *sizes, config.dropout)
         return PairByTree(*size, kind, *sizes, config.dropout, cell="tree-lstm", leaf_lstm=True)
 
     def size(self, example: Any) -> int:
@@ -170,8 +184,8 @@ class NLI(Task):
         return Batch(premise, n, hypothesis, m, labels)
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
-        if isinstance(model, ESIM):
-            logits, _ = model(*batch[:4])
+        if isinstance(model, ESIM | PairByAttention):
+            logits, _ = self._logits(model, batch)
             return nn.functional.cross_entropy(logits, batch.labels, reduction="none")
         labels = batch.labels.repeat_interleave(2)
         losses = model(*batch.rows, labels, estimator=model.estimator)
@@ -199,6 +213,8 @@ class NLI(Task):
         """Of each pair, and the weights of an alignment if there are any."""
         if isinstance(model, ESIM):
             return model(*batch[:4])
+        if isinstance(model, PairByAttention):
+            return model(*batch.rows), None
         relaxed = getattr(model.estimator, "objective", "") == "L(E[z])"
         given = {"estimator": model.estimator} if relaxed else {}
         return model(*batch.rows, **given)[::2], None

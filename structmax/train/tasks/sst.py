@@ -26,7 +26,7 @@ from structmax.train.errors import UserError
 from structmax.train.estimator import estimator_of
 from structmax.train.metrics import Ratio
 from structmax.train.task import Splits, Task
-from structmax.train.tasks import heads
+from structmax.train.tasks import heads, semdep
 from structmax.train.tasks.vocabulary import UNKNOWN, Vocabulary, fill, pad, read_vectors
 
 LABELS = ("negative", "positive")
@@ -57,8 +57,13 @@ class SSTConfig(TrainConfig):
     )
     estimator: str = option(
         "sparse-expectation:max_iter=10",
-        "How latent trees are trained: NAME or NAME:OPTION=VALUE,OPTION=VALUE.",
+        "How latent trees are trained: NAME or NAME:OPTION=VALUE,OPTION=VALUE; pipeline: no "
+        "further than on --graphs.",
     )
+    graphs: str = option(
+        "", "Treebank with enhanced graphs, to train the parser of --trees graph on first."
+    )
+    pretrain: int = option(1000, "Updates on --graphs, before all others.")
     composer: Literal["child-sum", "gcn"] = option("child-sum", "What reads the tree.")
     projective: bool = option(False, "Let no arcs of latent trees cross.")
     context: bool = option(False, "Let the composer see words in context, by a BiLSTM.")
@@ -72,6 +77,10 @@ class SSTConfig(TrainConfig):
         super().check()
         if (self.trees == "file") != bool(self.trees_file):
             raise UserError("--trees file and --trees-file FILE go together.")
+        if self.graphs and self.trees != "graph":
+            raise UserError("--graphs trains the parser of --trees graph alone.")
+        if self.estimator == "pipeline" and not self.graphs:
+            raise UserError("--estimator pipeline needs --graphs, or its parser learns nothing.")
 
 
 class Example(NamedTuple):
@@ -103,7 +112,9 @@ class SST(Task):
         if config.trees_file:
             splits = with_trees(splits, config)
         words = [[word.lower() for word in e.words] for split in splits for e in split]
-        # of dev and test, only words with a given vector are of use
+        self.graphs = read_graphs(config) if config.graphs else []
+        words += [[word.lower() for word in g.words] for g in self.graphs]
+        # of dev, test and graphs, only words with a given vector are of use
         self.vectors = read_vectors(config.vectors, config.data, {w for row in words for w in row})
         trained = Vocabulary.of(words[: len(splits.train)], least_count=2)
         self.facts = {"words": sorted({*self.vectors, *trained.words}), "trees": config.trees}
@@ -130,7 +141,10 @@ class SST(Task):
         # none where a checkpoint will give them
         fill(model.embedding, self.vocabulary, getattr(self, "vectors", {}))
         model.estimator, model.word_dropout = None, config.word_dropout
-        if kind in ("latent", "graph"):
+        model.pretrain = config.pretrain if config.graphs else 0
+        if model.pretrain:  # resumed with the run
+            model.register_buffer("updates", torch.zeros((), dtype=torch.int64))
+        if kind in ("latent", "graph") and config.estimator != "pipeline":
             structure = model.structure(torch.ones(1, 2, dtype=torch.int64), torch.tensor([2]))
             model.estimator = estimator_of(config.estimator, structure)
             relaxed = model.estimator.objective == "L(E[z])"
@@ -164,9 +178,32 @@ class SST(Task):
         return pad([rule(n) for n in lengths.tolist()]) if rule else None
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
+        if model.pretrain and int(model.updates) < model.pretrain:
+            model.updates += 1
+            return self._graph_loss(model, int(model.updates), batch)
         dropped = torch.rand(batch.words.shape, device=batch.words.device) < model.word_dropout
         words = batch.words.where(~dropped, UNKNOWN)
         return model(words, *batch[1:], estimator=model.estimator)
+
+    def _graph_loss(self, model: Any, update: int, batch: Batch) -> Tensor:
+        """The log loss of the heads of each word, in as many other sentences as the batch has."""
+        first = update * len(batch.words) % len(self.graphs)
+        some = [*self.graphs, *self.graphs][first : first + len(batch.words)]
+        lengths = torch.tensor([len(g.words) for g in some])
+        n = int(lengths.max())
+        arcs = torch.zeros(len(some), n + 1, n + 1)
+        for item, graph in enumerate(some):
+            arcs[item, *torch.tensor(graph.arcs).T] = 1.0
+        words = pad([self.vocabulary.numbers(w.lower() for w in g.words) for g in some])
+        words, lengths, arcs = (t.to(batch.words.device) for t in (words, lengths, arcs))
+        at = torch.arange(n, device=words.device)
+        inside = at < lengths[:, None]
+        used = inside[:, None] & inside[:, :, None] & (at[:, None] != at)
+        scores = model.arcs(words, lengths)[:, 1:, 1:]
+        each = nn.functional.binary_cross_entropy_with_logits(
+            scores, arcs[:, 1:, 1:], reduction="none"
+        )
+        return torch.where(used, each, 0.0).sum((1, 2)) / lengths
 
     def evaluate(self, model: Any, batches: Iterable[Batch]) -> dict[str, Ratio | float]:
         right = sentences = trees = 0
@@ -223,6 +260,15 @@ def with_trees(splits: Splits, config: SSTConfig) -> Splits:
 
 
 # -- data -----------------------------------------------------------------------------------------
+
+
+def read_graphs(config: SSTConfig) -> list[Any]:
+    """The training sentences of a treebank, next to others of about their length."""
+    graphs = semdep.read(semdep.SemDepConfig(corpus=config.graphs, data=config.data)).train
+    rng = np.random.default_rng(config.seed)
+    order = np.argsort([len(g.words) for g in graphs], kind="stable")
+    groups = np.array_split(order, max(1, len(order) // config.batch_size))
+    return [graphs[i] for group in rng.permutation(len(groups)) for i in groups[group]]
 
 
 def read(config: SSTConfig) -> Splits:
