@@ -3,8 +3,8 @@
 ``scores (*B, n, m)`` with ``rows`` and ``columns (*B)``, the size of each item: every row gets a
 column of its own, or every column a row of its own where rows are more. A matching is given by the
 column of each row ``(*B, n)``, −1 for a row without one. Where there is no matching the score is
-−inf, where a score is NaN or +inf it is NaN; the columns are then −1. The solvers run on the CPU:
-other tensors are copied there and back.
+−inf, where a score is NaN or +inf it is NaN; the columns are then −1. On a GPU the best is found
+there; the k best are found on the CPU, and copied there and back.
 """
 
 from __future__ import annotations
@@ -62,24 +62,32 @@ def matchings(n: int, m: int) -> list[list[int]]:
     return every.tolist()
 
 
+LONGEST_ON_GPU = 1024  # of the longer side: more do not fit into the registers of a program
+
+
 def _flat(*tensors: Tensor) -> list[Tensor]:
     items = tensors[-1].numel()
-    return [t.reshape(items, *t.shape[tensors[-1].dim() :]).cpu() for t in tensors]
+    return [t.reshape(items, *t.shape[tensors[-1].dim() :]) for t in tensors]
 
 
 def _run_argmax(scores: Tensor, rows: Tensor, columns: Tensor) -> list[Tensor]:
     given = _flat(scores, rows, columns)
-    if backend_for(scores) == "naive":
-        best, z = naive(*given)
+    backend = backend_for(scores)
+    if backend == "gpu" and max(scores.shape[-2:]) <= LONGEST_ON_GPU:
+        from structmax.oracles import assignment_gpu
+
+        best, z = assignment_gpu.argmax(*given)
+    elif backend == "naive":
+        best, z = naive(*(t.cpu() for t in given))
     else:
         from structmax.oracles import assignment_cpu
 
-        best, z = assignment_cpu.argmax(*given)
+        best, z = assignment_cpu.argmax(*(t.cpu() for t in given))
     return [best.reshape(rows.shape).to(scores), z.reshape(scores.shape[:-1]).to(scores.device)]
 
 
 def _run_kbest(scores: Tensor, rows: Tensor, columns: Tensor, k: int) -> list[Tensor]:
-    theta, n_rows, n_columns = _flat(scores, rows, columns)
+    theta, n_rows, n_columns = (t.cpu() for t in _flat(scores, rows, columns))
     if backend_for(scores) == "naive":
         best, z = naive_kbest(theta, n_rows, n_columns, k)
     else:
