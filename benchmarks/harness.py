@@ -1,4 +1,4 @@
-"""Agreement first, then time.
+"""Agreement first, then time, then memory.
 
 A case builds *contenders*: closures that do the same work. The first is ours; the others are ours
 in another setting, a peer, or a yardstick such as a copy. Before anything is timed, the case checks
@@ -7,33 +7,45 @@ that the answers agree.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import importlib.util
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-
-SLOW_S = 10.0
-"""A contender that has used this much time stops after its third run."""
 
 
 class Disagreement(Exception):
     """Two contenders gave different answers."""
 
 
+class OutOfTime(BaseException):
+    """The time limit of the whole run has passed."""
+
+
 @dataclass(frozen=True)
 class Contender:
-    """``run`` is what is timed; None if its library is not installed."""
+    """``run`` is what is timed; None if it cannot be here, and ``why`` says why."""
 
     name: str
     run: Callable[[], Any] | None
+    kind: str = "peer"  # or "ours" or "yardstick"
+    why: str = "not installed"
+
+
+def ours(name: str, run: Callable[[], Any]) -> Contender:
+    """structmax in some setting."""
+    return Contender(f"structmax, {name}" if name else "structmax", run, "ours")
+
+
+def peer(name: str, module: str, run: Callable[[], Any]) -> Contender:
+    """Another library, if it is installed."""
+    return Contender(name, run if installed(module) else None)
 
 
 @dataclass(frozen=True)
@@ -46,26 +58,68 @@ class Trial:
 
 @dataclass(frozen=True)
 class Case:
+    """``size`` is "small", "medium" or "large"; ``mode`` is "forward" or "forward + backward"."""
+
     name: str
     what: str
+    size: str
+    mode: str
     devices: tuple[str, ...]
     build: Callable[[torch.device], Trial]
 
 
 @dataclass
 class Row:
-    """One contender's result; ``ratio`` is its median over that of ours."""
+    """One contender's result.
+
+    Times are milliseconds: the median, and the quartiles around it. ``ratio`` is the median over
+    that of ours, ``peak_mib`` the memory that one call adds at its peak, its answer included.
+    """
 
     case: str
+    what: str
+    size: str
+    mode: str
     contender: str
+    kind: str
     median_ms: float | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
+    runs: int = 0
     ratio: float | None = None
+    peak_mib: float | None = None
     note: str = ""
-    times_ms: list[float] = field(default_factory=list)
+
+
+def cases(
+    name: str,
+    what: str,
+    build: Callable[..., Trial],
+    sizes: dict[str, str],
+    mode: str = "forward + backward",
+) -> dict[str, Case]:
+    """A case for each size: ``{"small 8x16x8": "cpu cuda"}`` says its numbers and the devices."""
+    found = {}
+    for size, devices in sizes.items():
+        label, dimensions = size.split()
+        numbers = tuple(map(int, dimensions.split("x")))
+        title = f"{name}-{dimensions}"
+        found[title] = Case(
+            title,
+            f"{what} at {numbers}",
+            label,
+            mode,
+            tuple(devices.split()),
+            lambda device, numbers=numbers: build(device, *numbers),
+        )
+    return found
 
 
 def installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it would be in
+        return False
 
 
 def require_close(what: str, ours: torch.Tensor, other: torch.Tensor, tolerance: float) -> None:
@@ -76,18 +130,26 @@ def require_close(what: str, ours: torch.Tensor, other: torch.Tensor, tolerance:
         raise Disagreement(f"{what}: the largest difference is {error:.2g}, over {tolerance:.2g}")
 
 
-def measure(run: Callable[[], Any], device: torch.device, repeat: int) -> list[float]:
-    """Milliseconds of each of ``repeat`` runs after two that are not counted."""
-    times: list[float] = []
+def measure(
+    run: Callable[[], Any], device: torch.device, repeat: int, seconds: float
+) -> list[float]:
+    """Milliseconds of each run, up to ``repeat`` of them, after one or two that are not counted.
+
+    Ends after ``seconds``, but not before three runs, or one if that alone takes so long.
+    """
     began = time.perf_counter()
-    for i in range(2 + repeat):
-        times.append(_time_once(run, device))
-        if i >= 4 and time.perf_counter() - began > SLOW_S:
+    if time_once(run, device) < 250 * seconds:  # the first may have compiled something
+        time_once(run, device)
+    times = [time_once(run, device)]
+    while len(times) < repeat:
+        spent = time.perf_counter() - began
+        if spent > seconds * (1 if len(times) >= 3 else 4):
             break
-    return times[2:]
+        times.append(time_once(run, device))
+    return times
 
 
-def _time_once(run: Callable[[], Any], device: torch.device) -> float:
+def time_once(run: Callable[[], Any], device: torch.device) -> float:
     if device.type == "cuda":  # from the launch to the end of the last kernel, idle gaps included
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
@@ -101,105 +163,87 @@ def _time_once(run: Callable[[], Any], device: torch.device) -> float:
     return 1e3 * (time.perf_counter() - start_s)
 
 
-def run_case(case: Case, device: torch.device, repeat: int) -> list[Row]:
-    """The rows of a case; one row that says FAIL, and no times, if the answers differ."""
-    torch.manual_seed(0)
-    trial = case.build(device)
+def peak_memory(run: Callable[[], Any], device: torch.device) -> float | None:
+    """MiB that one more call needs at its peak: of the process, or of torch's allocator on CUDA.
+
+    The process gives back what it holds unused, and Linux counts its highest number of resident
+    pages anew; None elsewhere.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
     try:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        resident = _resident("VmRSS:")
+        run()
+        return max(0.0, _resident("VmHWM:") - resident)
+    except (OSError, AttributeError):
+        return None
+
+
+def _resident(which: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(which))
+
+
+def run_case(case: Case, device: torch.device, repeat: int, seconds: float) -> list[Row]:
+    """The rows of a case; one row that says FAIL, and no times, if the answers differ or there are
+    none: whatever is wrong with one case, the others are run."""
+    torch.manual_seed(0)
+    try:
+        trial = case.build(device)
         trial.agree()
-    except Disagreement as reason:
-        return [Row(case.name, trial.contenders[0].name, note=f"FAIL: {reason}")]
-    rows = [_row(case, contender, device, repeat) for contender in trial.contenders]
-    ours = rows[0].median_ms
+    except Exception as reason:
+        row = _empty_row(case, ours("", lambda: None))
+        kind = "" if isinstance(reason, Disagreement) else f"{type(reason).__name__}: "
+        row.note = f"FAIL: {kind}{reason}"
+        return [row]
+    rows = [_row(case, contender, device, repeat, seconds) for contender in trial.contenders]
+    first = rows[0].median_ms
     for row in rows[1:]:
-        if ours is not None and row.median_ms is not None:
-            row.ratio = row.median_ms / ours
+        if first is not None and row.median_ms is not None:
+            row.ratio = row.median_ms / first
     return rows
 
 
-def _row(case: Case, contender: Contender, device: torch.device, repeat: int) -> Row:
-    row = Row(case.name, contender.name)
+def _empty_row(case: Case, contender: Contender) -> Row:
+    return Row(case.name, case.what, case.size, case.mode, contender.name, contender.kind)
+
+
+def _row(
+    case: Case, contender: Contender, device: torch.device, repeat: int, seconds: float
+) -> Row:
+    row = _empty_row(case, contender)
     if contender.run is None:
-        row.note = "peer not installed"
+        row.note = f"skipped: {contender.why}"
         return row
     try:
-        row.times_ms = measure(contender.run, device, repeat)
-        row.median_ms = statistics.median(row.times_ms)
-    except torch.OutOfMemoryError:
+        times = measure(contender.run, device, repeat, seconds)
+        row.runs, row.median_ms = len(times), statistics.median(times)
+        row.low_ms, row.high_ms = _quartiles(times)
+        row.peak_mib = peak_memory(contender.run, device)
+    except (torch.OutOfMemoryError, MemoryError):
         row.note = "out of memory"
+    except Exception as reason:  # a peer that fails at what it is asked for
+        row.note = f"FAIL: {type(reason).__name__}: {reason}"
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return row
 
 
-def environment(device: torch.device, command: str) -> dict[str, Any]:
-    """Where the numbers come from."""
-    cuda = device.type == "cuda"
-    return {
-        "command": command,
-        "commit": _commit(),
-        "machine": torch.cuda.get_device_name(device) if cuda else _processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "load": os.getloadavg()[0],
-        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
-    }
+def _quartiles(times: list[float]) -> tuple[float, float]:
+    if len(times) == 1:
+        return times[0], times[0]
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+    return low, high
 
 
-def _commit() -> str:
-    here = Path(__file__).parent
-
-    def git(*args: str) -> str:
-        return subprocess.run(
-            ["git", *args], cwd=here, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "-s") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def as_json(rows: list[Row], where: dict[str, Any]) -> dict[str, Any]:
-    return {**where, "rows": [asdict(row) for row in rows]}
-
-
-def show(rows: list[Row], where: dict[str, Any]) -> None:
-    """Prints the table, by rich if it is there."""
-    heads = ["case", "contender", "median", "runs", "× ours", ""]
-    body = [
-        [
-            row.case,
-            row.contender,
-            "" if row.median_ms is None else f"{row.median_ms:.3f} ms",
-            str(len(row.times_ms) or ""),
-            "" if row.ratio is None else f"{row.ratio:.3g}",
-            row.note or ("" if row.ratio is None or row.ratio >= 1 else f"1/{1 / row.ratio:.3g}"),
-        ]
-        for row in rows
-    ]
-    if installed("rich"):
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(*heads)
-        for row, cells in zip(rows, body, strict=True):
-            style = "red" if row.note.startswith("FAIL") else None
-            table.add_row(*cells, style=style)
-        Console().print(table)
-    else:
-        widths = [max(map(len, column)) for column in zip(heads, *body, strict=True)]
-        for cells in [heads, *body]:
-            print("  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)).rstrip())
-    print(", ".join(f"{key} {value}" for key, value in where.items()))
+def peers_faster(rows: list[Row]) -> list[Row]:
+    """The rows of peers that took less time than ours."""
+    return [row for row in rows if row.kind == "peer" and row.ratio is not None and row.ratio < 1]

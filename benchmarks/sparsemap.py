@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 import structmax as sx
-from benchmarks.cases import _case
-from benchmarks.harness import Contender, Trial, require_close
+from benchmarks.harness import Case, Trial, cases, ours, require_close
 
 
 def chain(device: torch.device, batch: int, n: int, c: int, spread: float = 1.0) -> Trial:
@@ -53,10 +52,10 @@ def _trial(make: Callable[..., Any], first: Tensor, *others: Tensor) -> Trial:
 
     def agree_with_torch() -> None:
         some = slice(0, 2)
-        for name, ours, other in zip(names, both(some), in_torch(some), strict=False):
-            require_close(f"{name}, by the solver in torch", ours, other, 1e-4)
+        for name, a, b in zip(names, both(some), in_torch(some), strict=False):
+            require_close(f"{name}, by the solver in torch", a, b, 1e-4)
 
-    contenders = [Contender("structmax", both), Contender("structmax, forward only", forward)]
+    contenders = [ours("", both), ours("forward only", forward)]
     agree = agree_with_torch
     if first.is_cuda:
         home = [t.detach().cpu().requires_grad_() for t in leaves]
@@ -67,22 +66,20 @@ def _trial(make: Callable[..., Any], first: Tensor, *others: Tensor) -> Trial:
             return marginals.detach(), *torch.autograd.grad(marginals, home, home_direction)
 
         def agree_with_cpu() -> None:
-            for name, ours, other in zip(names, both(), on_cpu(), strict=False):
-                require_close(f"{name}, by the CPU path", ours.cpu(), other, 1e-3)
+            for name, a, b in zip(names, both(), on_cpu(), strict=False):
+                require_close(f"{name}, by the CPU path", a.cpu(), b, 1e-3)
 
-        contenders.append(Contender("structmax, CPU path", on_cpu))
+        contenders.append(ours("CPU path", on_cpu))
         agree = agree_with_cpu
     return Trial(contenders, agree)
 
 
 WHAT = "SparseMAP, forward and backward, of"
-CASES: dict[str, Any] = {}
+CASES: dict[str, Case] = {}
 for suffix, spread in (("", 1.0), ("-flat", 0.1), ("-sharp", 3.0)):
-    tags, trees = (f"{WHAT} {kind}, σ = {spread}," for kind in ("tags", "non-projective trees"))
     of_tags, of_trees = partial(chain, spread=spread), partial(tree, spread=spread)
-    CASES |= [
-        _case(f"sparsemap-chain-32x40x10{suffix}", tags, "cpu", of_tags, 32, 40, 10),
-        _case(f"sparsemap-chain-256x64x16{suffix}", tags, "cuda", of_tags, 256, 64, 16),
-        _case(f"sparsemap-tree-32x20{suffix}", trees, "cpu", of_trees, 32, 20),
-        _case(f"sparsemap-tree-256x40{suffix}", trees, "cuda", of_trees, 256, 40),
-    ]
+    tags = {"medium 32x40x10": "cpu", "large 256x64x16": "cuda"}
+    arcs = {"medium 32x20": "cpu", "large 256x40": "cuda"}
+    CASES |= cases(f"sparsemap-chain{suffix}", f"{WHAT} tags, σ = {spread},", of_tags, tags)
+    title = f"{WHAT} non-projective trees, σ = {spread},"
+    CASES |= cases(f"sparsemap-tree{suffix}", title, of_trees, arcs)

@@ -20,9 +20,18 @@ extensions = [
     "sphinx.ext.mathjax",
     "sphinx.ext.viewcode",
 ]
-exclude_patterns = ["_build", "matrix.md"]
+exclude_patterns = ["_build", "_static/*.md"]
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
+
+# a reference to what does not exist is a warning, and so an error; types of other libraries, and of
+# what is not public, are only named
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:class", r"(torch|numpy|np|nn|collections)\..*"),
+    ("py:class", r"Tensor|Module|Gap|Graph|LowRankPCFG|Policy|Workers"),
+    ("py:class", r"structmax\.(structures\.parts|forest\.topology)\..*"),
+]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
@@ -37,10 +46,19 @@ def escape_bars(app: Sphinx, what: str, name: str, obj: object, options: object,
     lines[:] = [re.sub(r"\|(\S[^|]*)\|", r"\|\1\|", line) for line in lines]
 
 
-def setup(app: Sphinx) -> None:
-    """Draws the pictures before pages are read."""
-    from pictures import gallery, maps
+def keep_colons(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]):
+    """Napoleon takes what stands before a colon in the first line of a property for its type: give
+    it an empty comment for a first line."""
+    if what in ("attribute", "data", "property") and lines and ":" in lines[0]:
+        lines[:0] = ["..", ""]
 
-    maps.draw(HERE / "_static")
-    gallery.draw(HERE / "_static")
+
+def setup(app: Sphinx) -> None:
+    """Makes the pictures and tables before pages are read."""
+    from pictures import benchmarks, gallery, maps, matrix, tutorials
+
+    for part in (maps, gallery, matrix, benchmarks):
+        part.draw(HERE / "_static")
+    tutorials.draw(HERE / "tutorials")
     app.connect("autodoc-process-docstring", escape_bars)
+    app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before napoleon

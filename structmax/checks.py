@@ -7,7 +7,10 @@ capturing a CUDA graph.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -140,6 +143,42 @@ def feasible(owner: str, query: str, value: Tensor) -> None:
             f"{owner}.{query}: {where} allows no structure: every one has a part that is forbidden "
             "(-inf). Forbid less, or drop the item."
         )
+
+
+def room(owner: str, what: str, size: int, device: torch.device | None = None) -> None:
+    """So many bytes are not more than the device has, CPU by default: else an error that says so,
+    before the machine is brought to its knees."""
+    if size <= SMALL:
+        return
+    there = memory_of(device or torch.device("cpu"))
+    if size > there:
+        raise MemoryError(
+            f"{owner}: {what} would need at least {_gib(size)}, and {device or 'this machine'} has "
+            f"{_gib(there)}. Shorten the items, split the batch, or use a dtype of fewer bytes."
+        )
+
+
+SMALL = 1 << 28  # bytes that need no thought
+
+
+@lru_cache
+def memory_of(device: torch.device) -> int:
+    """All memory of a device, in bytes, or what this process may have of it."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    try:
+        whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # as on Windows
+        return 1 << 62
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return whole
+    return min(whole, int(limit)) if limit.isdigit() else whole
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):,.1f} GiB"
 
 
 def _show(item: tuple[int, ...]) -> str:

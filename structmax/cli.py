@@ -202,10 +202,13 @@ def show(
 
 
 def _lines(file: Path | None) -> list[str]:
-    if file is None or str(file) == "-":
-        return sys.stdin.read().splitlines()
+    given = None if str(file) == "-" else file
     with as_user_error():
-        return file.read_text().splitlines()
+        try:
+            text = given.read_text(encoding="utf-8") if given else sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{given or 'stdin'} is not text: {error}.") from None
+    return text.removesuffix("\n").split("\n") if text else []  # as other programs count lines
 
 
 def _load(run: Path, device: str) -> runs.Trained:
@@ -231,6 +234,26 @@ def _predictions(
                 raise UserError(f"{source}, line {number + 1}: {error}") from error
             number += 1
             yield one
+
+
+# -- looking ---------------------------------------------------------------------------------------
+
+
+@app.command()
+def explore(
+    page: Annotated[str, typer.Option(help="The page to open first.")] = "structures",
+    run: Annotated[Path | None, typer.Option(help="A run, for the page of a model.")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Where to listen; a free one by default.")
+    ] = None,
+    browser: Annotated[
+        bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")
+    ] = True,
+) -> None:
+    """Move scores in the browser and watch the answers: a page on this machine, behind a token."""
+    from structmax.explore.serve import serve
+
+    serve(port, page, run, browser)
 
 
 # -- what there is --------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from structmax.estimators.objectives import (
     gradient,
 )
 from structmax.structures.base import Structure
+
+if TYPE_CHECKING:
+    from structmax.draw.svg import Drawing
 
 # the queries that count as calls of an oracle; a projection is one of sparsemap
 ORACLES = (
@@ -59,8 +62,16 @@ COLUMNS = {
 class Diagnosis:
     """What :func:`diagnose` found: ``records``, one dictionary for each estimator and target.
 
-    ``pandas.DataFrame(diagnosis.records)`` is a data frame; ``print`` shows a table, ``plot`` draws
-    it. ``skipped`` says which estimators do not apply, and what they lack.
+    ``pandas.DataFrame(diagnosis.records)`` is a data frame; ``print`` shows a table, ``draw`` and
+    ``plot`` draw it. ``skipped`` says which estimators do not apply, and what they lack.
+
+    >>> import structmax as sx
+    >>> choice = sx.Choice(torch.tensor([0.0, 1.0]))
+    >>> found = sx.diagnose(choice, lambda z: z[..., 0], ["marginals"], samples=2)
+    >>> isinstance(found, sx.Diagnosis), found.records[0]["bias"] < 1e-5, found.skipped
+    (True, True, {})
+    >>> found.draw()
+    Drawing(... pixels)
     """
 
     records: list[dict[str, Any]]
@@ -105,6 +116,12 @@ class Diagnosis:
         out = io.StringIO()
         Console(file=out, width=200).print(self)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+    def draw(self) -> Drawing:
+        """Bias and standard deviation, a row for each estimator: SVG, shown by notebooks."""
+        from structmax.draw.diagnosis_svg import diagnosis_svg
+
+        return diagnosis_svg(self.records)
 
     def plot(self, ax: Any = None) -> Any:
         """Bias against standard deviation, both relative, on logarithmic axes; needs matplotlib."""
@@ -178,6 +195,7 @@ def diagnose(
     objectives = Objectives(live, leaves, cost)
     records = []
     with torch.random.fork_rng(devices=_devices(structure)):
+        least = objectives.rounding()
         if generator is not None:
             torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
         for name, estimator in chosen.items():
@@ -196,7 +214,7 @@ def diagnose(
                         "against": against,
                         "distribution": under,
                         "reference": _quality(reference, estimator),
-                        **_compare(torch.stack(seen), reference),
+                        **_compare(torch.stack(seen), reference, least),
                         "calls": sum(calls.values()),
                         "oracles": ", ".join(f"{n:g} {oracle}" for oracle, n in calls.items()),
                         "milliseconds": 1000 * sorted(times)[len(times) // 2],
@@ -251,9 +269,11 @@ def _quality(reference: Reference, estimator: Estimator) -> str:
     return f"Monte Carlo ± {_ratio(reference.error, float(reference.gradient.norm())):.1g}"
 
 
-def _compare(seen: Tensor, reference: Reference) -> dict[str, Any]:
-    """Bias, its standard error, variance and cosine of gradients ``(samples, d)``."""
+def _compare(seen: Tensor, reference: Reference, least: float) -> dict[str, Any]:
+    """Bias, its standard error, variance and cosine of gradients ``(samples, d)``; one that is no
+    larger than ``least`` is zero."""
     exact, uncertain = reference.gradient, reference.error or 0.0
+    exact, seen = (torch.where(g.norm(dim=-1, keepdim=True) > least, g, 0.0) for g in (exact, seen))
     mean, size = seen.mean(0), float(exact.norm())
     variance = float((seen - mean).square().sum(-1).sum()) / max(len(seen) - 1, 1)
     norms = size * float(mean.norm())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numba
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
+from numba.core.sigutils import normalize_signature
 from numba.extending import intrinsic, overload
 
 from structmax.threads import run_chunks as run_chunks
@@ -39,15 +41,53 @@ def kernel(
 
     def compile_it(function: Callable[..., Any]) -> Any:
         flags = FAST if fast else {"contract"} if fused else False
-        options: dict[str, Any] = {"nogil": True, "fastmath": flags}
+        # nobody takes the address of a kernel: less to compile
+        options: dict[str, Any] = {"nogil": True, "fastmath": flags, "no_cfunc_wrapper": True}
         if inner:
-            options.update(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+            options.update(no_cpython_wrapper=True)
         try:
-            return numba.njit(cache=True, error_model="numpy", **options)(function)
+            made = numba.njit(cache=True, error_model="numpy", **options)(function)
         except RuntimeError:  # numba found no folder to cache in
             return numba.njit(cache=False, error_model="numpy", **options)(function)
+        return _with_safe_cache(made)
 
     return compile_it if function is None else compile_it(function)
+
+
+def _with_safe_cache(made: Any) -> Any:
+    """A kernel for which damaged files in the cache, or a full disk, are as if there was no cache.
+
+    Numba raises what happens to be raised when a file was cut off. Where processes that start
+    together compile a kernel for other types at once, both may give their file one name; a kernel
+    for other types would then be called.
+    """
+    cache = getattr(made, "_cache", None)
+    if cache is None:  # the JIT is off
+        return made
+    load, save = cache.load_overload, cache.save_overload
+
+    def load_overload(signature: Any, context: Any) -> Any:
+        try:
+            found = load(signature, context)
+        except Exception:
+            with suppress(OSError):
+                cache.flush()
+            return None
+        types_of_arguments, _ = normalize_signature(signature)
+        return found if found is None or found.signature.args == types_of_arguments else None
+
+    def save_overload(signature: Any, data: Any) -> None:
+        with suppress(Exception):
+            save(signature, data)
+
+    cache.load_overload, cache.save_overload = load_overload, save_overload
+    return made
+
+
+def in_python(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """With the JIT off (``NUMBA_DISABLE_JIT=1``), where kernels run as Python, ``plain`` runs in
+    the place of an intrinsic, which is nothing but instructions for the compiler."""
+    return lambda compiled: plain if numba.config.DISABLE_JIT else compiled
 
 
 @intrinsic
@@ -151,6 +191,11 @@ def _exp(x):
     return None
 
 
+def _flipped(bits: Any) -> Any:
+    return bits ^ (bits >> (8 * bits.itemsize - 1) & np.iinfo(bits.dtype).max)
+
+
+@in_python(lambda x: _flipped(x.view(f"i{x.itemsize}")))
 @intrinsic
 def ordinal(_context, x):
     """An integer that is ordered as x; NaN lies beyond ±inf. A largest integer, unlike a largest
@@ -163,6 +208,7 @@ def ordinal(_context, x):
     return types.Integer.from_bitwidth(x.bitwidth)(x), generate
 
 
+@in_python(lambda k: _flipped(k).view(f"f{k.itemsize}"))
 @intrinsic
 def from_ordinal(_context, k):
     """The float of an ordinal."""

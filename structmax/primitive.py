@@ -78,6 +78,19 @@ def register(name: str, schema: str, run: Callable[..., Any], fake: Callable[...
     return getattr(torch.ops.structmax, name).default
 
 
+def direct(op: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """``op``, which has no derivative, but ``run``, its body, where nothing looks on: the
+    dispatcher takes as long as a small kernel."""
+
+    def call(*args: Any) -> Any:
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        if is_plain(tensors) and not torch._C._are_functorch_transforms_active():
+            return run(*args)
+        return op(*args)
+
+    return call
+
+
 def is_transforming(tensors: Tensors) -> bool:
     """Whether autograd or a ``torch.func`` transform watches these tensors."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -194,9 +207,9 @@ class Primitive:
         self, scores: Tensors, constants: Tensors, key: str, omega: Omega, watch: bool = False
     ) -> list[Tensor]:
         """[A, *μ] by autograd; watched, μ can be differentiated again."""
-        with torch.enable_grad():
-            leaves = [s if watch else s.detach().requires_grad_() for s in scores]
-            a = self.naive(leaves, constants, key, omega)
+        with recording():
+            leaves = [s if watch else recordable(s).requires_grad_() for s in scores]
+            a = self.naive(leaves, [recordable(c) for c in constants], key, omega)
             feasible = torch.where(a == -torch.inf, 0.0, a).sum()
             mu = torch.autograd.grad(feasible, leaves, create_graph=watch, materialize_grads=True)
         return [a.detach(), *mu]
@@ -204,8 +217,8 @@ class Primitive:
     def _naive_hvp(
         self, scores: Tensors, directions: Tensors, constants: Tensors, key: str, omega: Omega
     ) -> list[Tensor]:
-        with torch.enable_grad():
-            leaves = [s.detach().requires_grad_() for s in scores]
+        with recording():
+            leaves = [recordable(s).requires_grad_() for s in scores]
             _, *mu = self._naive_gradient(leaves, constants, key, omega, watch=True)
             slope = _dot(mu, directions)
             if not slope.requires_grad:  # A is linear
@@ -242,6 +255,18 @@ class Primitive:
 
         third = grad(second, arguments)(*flat)
         return tuple(t.reshape(shape) for t, shape in zip(third, shapes, strict=True))
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Autograd for a computation of our own, even inside ``torch.inference_mode()``."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def recordable(tensor: Tensor) -> Tensor:
+    """The same values detached; of an inference tensor autograd takes nothing but a copy."""
+    return tensor.clone() if tensor.is_inference() else tensor.detach()
 
 
 def flatten_batch(tensor: Tensor, event_dim: int) -> Tensor:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from typing import Any
 
+import jit_off  # noqa: F401  kernels may be run as Python
 import pytest
 import torch
 
@@ -21,3 +24,19 @@ def _poisoned_allocation():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What the adversarial suites counted: the properties ``right`` and ``refused`` of a test."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name in ("right", "refused"):
+                counts[report.nodeid.partition("[")[0], name] += value
+    tests = sorted({test for test, _ in counts})
+    if tests:
+        terminalreporter.section("attacks")
+    for test in tests:
+        right, refused = counts[test, "right"], counts[test, "refused"]
+        total = f"{right + refused:7,} cases: {right:7,} right, {refused:5,} clear errors"
+        terminalreporter.write_line(f"{total}  {test}")

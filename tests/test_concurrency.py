@@ -8,11 +8,12 @@ import multiprocessing
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from table import diamond
+from table import ROWS, diamond
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -309,3 +310,104 @@ def _late(calls: list):
         time.sleep(0.01)
 
     return parallel
+
+
+# -- all kinds of work at once --------------------------------------------------------------------
+
+
+def jobs() -> list[Callable[[], list[Tensor]]]:
+    """Work of every kind of kernel: each gives the same whenever it is done."""
+    random = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random)
+
+    spans, arcs, grid, pairs = draw(6, 9, 9), draw(6, 9, 9), draw(6, 12, 15), draw(6, 8, 8)
+    rows, costs = draw(64, 500), draw(8, 40)
+
+    def learned(make: Callable[[Tensor], sx.Structure], given: Tensor) -> list[Tensor]:
+        leaf = given.clone().requires_grad_()
+        s = make(leaf)
+        loss = (s.marginals() ** 2).sum() + s.log_partition().sum()
+        return [*torch.autograd.grad(loss, leaf), s.argmax(), s.topk(2).scores]
+
+    def mapped(function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        leaf = rows.clone().requires_grad_()
+        p = function(leaf)
+        return [p.detach(), *torch.autograd.grad((p**2).sum(), leaf)]
+
+    def solved() -> list[Tensor]:
+        leaf = arcs.clone().requires_grad_()
+        result = sx.DependencyTree(leaf).sparsemap()  # type: ignore[abstract]
+        return [*torch.autograd.grad((result.marginals**2).sum(), leaf), result.probs.detach()]
+
+    return [
+        lambda: answers(0),
+        lambda: answers(1, sx.Gini()),
+        lambda: learned(sx.BinaryTree, spans),
+        lambda: learned(sx.DependencyTree, arcs),
+        lambda: learned(lambda t: sx.DependencyTree(t, projective=True), arcs),
+        lambda: learned(sx.Alignment, grid),
+        lambda: learned(lambda t: sx.KSubset(t, 5), costs),
+        lambda: [sx.Assignment(pairs).argmax()],
+        lambda: mapped(sx.sparsemax),
+        lambda: mapped(lambda t: sx.entmax(t, 1.5)),
+        solved,
+    ]
+
+
+def everything_in_threads(seconds: float, threads: int = 8) -> int:
+    """How many jobs were done in that time, each compared with what it gives alone."""
+    work = jobs()
+    expected = [job() for job in work]
+    until, failed, done = time.monotonic() + seconds, [], [0] * threads
+
+    def loop(seed: int) -> None:
+        random = torch.Generator().manual_seed(seed)
+        while not failed and (done[seed] < len(work) or time.monotonic() < until):
+            at = int(torch.randint(len(work), (1,), generator=random))
+            if not same(work[at](), expected[at]):
+                failed.append(at)
+            done[seed] += 1
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(loop, range(threads)))
+    assert not failed, f"jobs {failed} gave other answers in threads"
+    return sum(done)
+
+
+def test_all_kinds_of_work_in_eight_threads(threads) -> None:
+    assert everything_in_threads(2.0) >= 88
+
+
+@pytest.mark.slow
+def test_all_kinds_of_work_in_eight_threads_for_a_minute(threads) -> None:
+    print(everything_in_threads(60.0), "jobs")
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_deterministic_algorithms(row: str, threads) -> None:
+    """With them demanded every query and gradient works, and gives the same bits on 1, 2 and 3
+    threads."""
+    assert torch.are_deterministic_algorithms_enabled()
+    torch.manual_seed(0)
+    s = ROWS[row]()
+    names = [name for name, (t, _) in s._tensors().items() if t.is_floating_point()]
+    found = []
+    for count in (1, 2, 3):
+        threads(count)
+        tensors = {name: t.detach().clone() for name, (t, _) in s._tensors().items()}
+        leaves = [tensors[name].requires_grad_() for name in names]
+        t = s._rebuild(**tensors)
+        made = [t.argmax()]
+        if t.supports("topk"):
+            made.append(t.topk(2).scores)
+        if t.supports("marginals"):
+            loss = t.log_partition().sum()
+            if not row.endswith("/hard"):
+                loss = loss + (t.marginals() ** 2).sum()
+            random = torch.Generator().manual_seed(0)
+            made += [t.marginals(), t.max_marginals(), t.sample((2,), generator=random)]
+            made += torch.autograd.grad(loss, leaves, materialize_grads=True)
+        found.append([x.detach() for x in made])
+    assert same(found[0], found[1]) and same(found[0], found[2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -159,3 +160,51 @@ def test_recorded_searches_find_what_steps_find(encoder: str) -> None:
     assert len({tuple(z.flatten().nonzero().flatten().tolist()) for z in draws[-200:]}) > 50
     first = draws[:, 0, 0].mean(0), structure.sample((3200,))[:, 0, 0].mean(0)
     assert (first[0] - first[1]).abs().max() < 5 / math.sqrt(800)
+
+
+def test_side_streams_and_threads() -> None:
+    """Four threads, each on a stream of its own, at once; the answers are those of one."""
+    torch.manual_seed(0)
+    made = {row: ROWS[row]().to("cuda") for row in ROWS if row.endswith(("/shannon", "/gini"))}
+    made = {row: s for row, s in made.items() if s.supports("marginals")}
+    expected = {row: s.marginals() for row, s in made.items()}
+    torch.cuda.synchronize()
+
+    def work(seed: int) -> list[str]:
+        stream, wrong = torch.cuda.Stream(), []
+        with torch.cuda.stream(stream):
+            for row in [*made][seed:] + [*made][:seed]:
+                found = made[row].marginals()
+                stream.synchronize()
+                if not torch.equal(found, expected[row]):
+                    wrong.append(row)
+        return wrong
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(0, 20, 5))) == [[]] * 4
+
+
+@pytest.mark.parametrize("name", ["sparsemax", "entmax"])
+def test_maps_are_captured(name: str) -> None:
+    first, second = torch.randn(2, 16, 300, device="cuda")
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        p = getattr(sx, name)(x)
+        (g,) = torch.autograd.grad((p**2).sum(), x)
+        return p.detach(), g
+
+    expected = step(second.clone().requires_grad_())
+    leaf = first.clone().requires_grad_()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(leaf)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(leaf)
+    with torch.no_grad():
+        leaf.copy_(second)
+    graph.replay()
+    for a, b in zip(captured, expected):
+        torch.testing.assert_close(a, b)

@@ -323,3 +323,16 @@ def test_incremental_structures() -> None:
     assert record["bias"] < 4 * record["error"] > 0
     assert found["gumbel-straight-through", "E[L(z)]"]["distribution"] == "own"
     assert found["straight-through", "L(E[z])"]["reference"] == "none of its own"
+
+
+def test_a_gradient_of_zero_has_no_bias() -> None:
+    """At a vertex SparseMAP does not change; what rounding leaves of its gradient is nothing."""
+    scores = torch.tensor([-1.6, 0.2, 2.2, 0.8], dtype=f64)
+    price = torch.linspace(-1, 1, 4, dtype=f64).sin()
+    found = sx.diagnose(
+        sx.Choice(scores), lambda z: (z @ price - 1) ** 2, ["sparsemap", "marginals"], samples=2
+    )
+    (sparse, soft) = found.records
+    assert sparse["bias"] == sparse["variance"] == sparse["error"] == 0
+    assert math.isnan(sparse["cosine"])
+    assert soft["bias"] < 1e-9 and soft["cosine"] == pytest.approx(1.0)

@@ -1,5 +1,6 @@
 """Drawings: every structure has one, it is well-formed, and text cannot break it."""
 
+import math
 import re
 import subprocess
 import sys
@@ -11,7 +12,16 @@ import torch
 from table import ROWS, projective
 
 import structmax as sx
-from structmax.draw import Drawing, beside, heat_svg, page, tree_svg
+from structmax.draw import (
+    Drawing,
+    beside,
+    diagnosis_svg,
+    heat_svg,
+    lines_svg,
+    page,
+    simplex_svg,
+    tree_svg,
+)
 from structmax.draw.structure import WHAT
 from structmax.draw.svg import BLUE, GREEN, ORANGE, Canvas, width
 
@@ -244,3 +254,76 @@ def test_notebooks_and_files(tmp_path):
 def test_import_stays_light():
     code = "import structmax, sys; assert not [m for m in sys.modules if 'structmax.draw' in m]"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_maps_on_the_simplex():
+    x = torch.tensor([1.0, 0.7, 0.0]) / torch.linspace(3, 0.1, 20)[:, None]
+    paths = {"<soft>": sx.softmax(x), "sparse": sx.sparsemax(x), "here": torch.eye(3)[1]}
+    drawn = simplex_svg(paths, ["a", "b", "c"])
+    root = parsed(drawn)
+    assert [w.text for w in words(drawn)] == ["a", "b", "c", *paths]
+    moving = root.findall(f".//{SVG}animateMotion")
+    assert len(moving) == 2 and all(m.attrib["path"].endswith("L0.0,0.0") for m in moving)
+    assert all(m.attrib["fill"] == "freeze" for m in moving)  # goes once, and stays
+    discs = [c for c in root.iter(f"{SVG}circle") if c.attrib["r"] == "6.5"]
+    spots = [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in discs]
+    assert spots[2] == (340.0, 0.0)  # the corner of b
+    assert spots[1] == (0.0, 0.0) and spots[0][0] < 20  # cold: the best of the three
+    assert "<animateMotion" not in simplex_svg(paths, move=False)
+    with pytest.raises(ValueError, match=r"sparse must have distributions .* got shape \(2, 2\)"):
+        simplex_svg({"sparse": torch.eye(2)})
+    with pytest.raises(ValueError, match=r"got others\. Take the softmax"):
+        simplex_svg({"scores": torch.tensor([1.0, 2.0, 3.0])})
+    with pytest.raises(ValueError, match="names must be three, got 2"):
+        simplex_svg({}, ["a", "b"])
+
+
+def test_bias_and_variance():
+    rows = [
+        ("unbiased", "E[L(z)]", "E[L(z)]", 0.3, 0.2, 4.0),
+        ("exact <&>", "E[L(z)]", "E[L(z)]", 0.0, 0.0, 0.0),
+        ("surrogate", "L(argmax)", "E[L(z)]", math.inf, 0.0, 0.0),
+    ]
+    keys = ("estimator", "objective", "against", "bias", "error", "variance")
+    drawn = diagnosis_svg([dict(zip(keys, row)) for row in rows])
+    shown = [w.text for w in words(drawn)]
+    assert {"unbiased", "exact <&>", "surrogate", "≤ 0.001", "10"} <= set(shown)
+    assert shown.index("of L(argmax), compared with E[L(z)]") < shown.index("surrogate")
+    fills = {p.find(f"{SVG}title").text: p.attrib["fill"] for p in parsed(drawn).iter(f"{SVG}path")
+             if p.find(f"{SVG}title") is not None}  # fmt: skip
+    assert fills["bias 0.3 ± 0.2"] == "none"  # twice its error is more
+    assert fills["bias ∞ ± 0"] == ORANGE
+    at = [float(square.attrib["x"]) for square in parsed(drawn).iter(f"{SVG}rect")]
+    assert at[0] - at[1] == pytest.approx(75 * math.log10(2 / 1e-3), abs=0.2)  # 75 pixels a decade
+    assert diagnosis_svg([]).size[0] > 0
+    found = sx.diagnose(sx.Choice(torch.zeros(2)), lambda z: z[..., 0], ["marginals"], samples=2)
+    assert "marginals" in found.draw()
+
+
+def test_a_drawing_is_an_svg_file(tmp_path):
+    drawn = dependency(2).draw()
+    for name in ("tree.png", "tree"):
+        with pytest.raises(ValueError, match=r"Name it tree\.svg"):
+            drawn.save(tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_curves():
+    curves = {"<up>": [0.0, 1.0, 2.0], "hole": [2.0, math.nan, 0.0], "flat": [1.0, 1.0, 1.0]}
+    drawn = lines_svg([0, 1, 2], curves, "x", "y")
+    titled = [p for p in parsed(drawn).iter(f"{SVG}path") if p.find(f"{SVG}title") is not None]
+    assert [p.find(f"{SVG}title").text for p in titled] == ["<up>", "hole", "hole", "flat"]
+    assert titled[0].attrib["d"] == "M0.0,200.0 L180.0,100.0 L360.0,0.0"
+    assert {"<up>", "hole", "flat", "x", "y", "0", "1", "2"} <= {w.text for w in words(drawn)}
+    styles = {(p.attrib["stroke"], p.attrib["stroke-dasharray"]) for p in titled}
+    assert len(styles) == len(curves)
+    decades = words(lines_svg([0, 1], {"a": [1e-3, 1.0], "b": [0.0, 10.0]}, log=True))
+    assert {"0.001", "0.1", "10"} <= {w.text for w in decades}
+    assert parsed(lines_svg([0, 1], {"same": [3.0, 3.0]})) is not None
+    with pytest.raises(ValueError, match="one value for each of the 2 of x, got 1"):
+        lines_svg([0, 1], {"a": [1.0]})
+    with pytest.raises(ValueError, match="draws 1 to 12 curves, got 0"):
+        lines_svg([0, 1], {})
+    for x, y in (([1, 1], [0.0, 1.0]), ([0, 1], [math.nan, math.inf])):
+        with pytest.raises(ValueError, match="needs two places and a finite value"):
+            lines_svg(x, {"a": y})

@@ -22,6 +22,8 @@ from structmax.draw import answer_svg
         ({"premise": ["a"], "hypothesis": ["b"], "weights": [[1.0]]}, {"a", "b"}),
         ({"cells": [[0, 0], [1, 1]]}, set()),
         ({"words": ["a", "b"], "chosen": [1]}, {"a", "b"}),
+        ({"words": [3, 4], "tags": [1, 0]}, {"3", "4", "0", "1"}),
+        ({"class": "walk", "distances": [2.0, 0.5]}, {"class 0", "2", "class 1", "0.5"}),
     ],
 )
 def test_answers_of_models(answer, texts):

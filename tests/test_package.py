@@ -88,12 +88,6 @@ def test_readme() -> None:
     assert bool(names["unary"].grad.isfinite().all()) and bool(names["unary"].grad.any())
 
 
-@pytest.mark.parametrize("page", ["estimators", "factor_graphs"])
-def test_pages_run(page: str) -> None:
-    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
-    exec("\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)), {})
-
-
 def test_tour() -> None:
     out = run("examples/tour.py", PYTHONPATH=str(ROOT), PYTHONIOENCODING="utf-8")
     assert "duck" in out and "NOUN" in out

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import structmax as sx
-from structmax.draw import Drawing, heat_svg, polytope_svg, tree_svg
+from structmax.draw import Drawing, heat_svg, lines_svg, polytope_svg, simplex_svg, tree_svg
 
 TELESCOPE = ["she", "saw", "the", "man", "with", "the", "telescope"]
 TAGS = ["DET", "NOUN", "PRON", "VERB"]
@@ -187,8 +187,38 @@ def simplex() -> Drawing:
     return polytope_svg(sx.Choice(torch.tensor([0.7, 0.3, -0.1])))
 
 
+def simplex_maps() -> Drawing:
+    scores, heat = torch.tensor([1.0, 0.7, 0.0]), torch.logspace(0.7, -1.5, 60)[:, None]
+    x = scores / heat  # from hot to cold
+    maps = {"softmax": sx.softmax(x), "entmax, α = 1.5": sx.entmax(x)}
+    maps |= {"sparsemax": sx.sparsemax(x), "fusedmax": sx.fusedmax(x, 0.3)}
+    return simplex_svg(maps, ["walk", "run", "fly"])
+
+
+def bias_and_variance() -> Drawing:
+    choice, price = sx.Choice(torch.tensor([0.5, 0.2, 0.0, -0.3])), likely((4,), by=0.0)
+    names = ["marginals", "straight-through", "spigot", "gumbel-straight-through", "imle"]
+    names += ["reinforce", "sum-and-sample", "exact-expectation"]
+    seed = torch.Generator().manual_seed(0)
+
+    def cost(z: Tensor) -> Tensor:
+        return (z @ price + 0.5) ** 2
+
+    return sx.diagnose(choice, cost, names, samples=100, generator=seed).draw()
+
+
+def curves() -> Drawing:
+    scores, gamma = torch.tensor([1.0, 0.7, 0.0]), torch.linspace(0.05, 3.0, 60)
+    found = {}
+    for omega in (sx.Shannon, sx.Gini):
+        entropies = [sx.Choice(scores, smoothing=omega(float(g))).entropy() for g in gamma]
+        found[omega.__name__] = [float(entropy) for entropy in entropies]
+    return lines_svg(gamma.tolist(), found, "temperature γ", "entropy")
+
+
 def polytope() -> Drawing:
-    tree = sx.DependencyTree(likely((4, 4), (0, 2), (2, 1), (2, 3), by=0.6))  # 3 words, 9 trees
+    scores = likely((4, 4), (0, 2), (2, 1), (2, 3), by=0.6)
+    tree = sx.DependencyTree(scores)  # three words, nine trees
     cost = torch.zeros(4, 4)
     cost[0, 2], cost[0, 3] = 1.0, -0.5
     return polytope_svg(tree, cost)
@@ -203,9 +233,12 @@ def matchings() -> Drawing:
 
 def long_sentence() -> Drawing:
     words = [*TELESCOPE, "and", "then", "the", "man", "saw", "her", "walk", "away"] * 3
-    n = len(words)
-    arcs = [(min(word + 1, n), word) for word in range(1, n)] + [(0, n)]
-    return sx.DependencyTree(likely((n + 1, n + 1), *arcs, by=9.0), projective=True).draw(words)
+    n, verbs = len(words), [2, 12, 17, 27, 32, 42]
+    arcs = [(0, 2), *[(2, verb) for verb in verbs[1:]]]
+    for word in set(range(1, n + 1)) - set(verbs):  # hangs on the nearest verb
+        arcs.append((min(verbs, key=lambda verb: abs(verb - word)), word))
+    scores = likely((n + 1, n + 1), *arcs, by=9.0)
+    return sx.DependencyTree(scores, projective=True).draw(words)
 
 
 def right_to_left() -> Drawing:
@@ -223,8 +256,9 @@ def cjk() -> Drawing:
 PICTURES: list[Callable[[], Drawing]] = [
     arcs, arcs_sparsemap, arcs_top, arcs_labelled, chart, tree, tree_compared, grammar, policy_tree,
     lattice, lattice_top, segments, alignment, alignment_best, edit, ctc, attention, matching,
-    matching_sparsemap, grid, grid_best, route, network, choice, subset, simplex, polytope,
-    matchings, long_sentence, right_to_left, cjk,
+    matching_sparsemap, grid, grid_best, route, network, choice, subset, simplex, simplex_maps,
+    curves,
+    polytope, matchings, bias_and_variance, long_sentence, right_to_left, cjk,
 ]  # fmt: skip
 
 

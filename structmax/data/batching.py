@@ -24,7 +24,13 @@ class Example(Protocol):
 
 
 class Batch(NamedTuple):
-    """Items padded to the longest: tokens ``(B, n)``, lengths ``(B)``, labels ``(B)``, trees."""
+    """Items padded to the longest: tokens ``(B, n)``, lengths ``(B)``, labels ``(B)``, trees.
+
+    >>> from structmax.data import listops
+    >>> batch = collate([listops.parse("[MAX 2 9 ]"), listops.parse("7")])
+    >>> batch.to("cpu").lengths, batch.tokens.shape
+    (tensor([4, 1]), torch.Size([2, 4]))
+    """
 
     tokens: Tensor
     lengths: Tensor

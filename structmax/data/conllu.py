@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from structmax.data.folder import fault, read_lines
 
+MOST_STEPS = 10_000  # through the empty nodes of a sentence; there may be 2ⁿ ways through n
+LONGEST_LABEL = 1000  # characters, of such a way
 FIELDS = ("id", "form", "lemma", "upos", "xpos", "feats", "head", "deprel", "deps", "misc")
 
 
@@ -71,7 +73,7 @@ def parse(lines: Iterable[tuple[int, str]], source: str = "line") -> list[Senten
                 raise fault(source, number, f"expected 10 columns between tabs, got {count}")
             try:
                 rows.append((number, parse_line(line, FIELDS, parsers)))
-            except ParseException as error:
+            except (ParseException, ValueError) as error:  # of numbers of thousands of digits
                 raise fault(source, number, str(error)) from None
     if rows:  # the last sentence of a file without an empty line at its end
         sentences.append(_sentence(rows, source))
@@ -113,14 +115,21 @@ def _enhanced(rows: list[tuple[int, Any]], source: str) -> list[tuple[int, int, 
             if head not in heads:
                 raise fault(source, number, f"column 9 has a head {head} that is not there")
 
+    steps = 0
+
     def above(node: Any, label: str, seen: tuple[Any, ...]) -> list[tuple[int, str]]:
         """The words that a node hangs from, through any empty nodes between."""
+        nonlocal steps
         found = []
         for name, head in heads[node]:
             joined = f"{name}>{label}" if label else name
             if isinstance(head, int):
                 found.append((head, joined))
             elif head not in seen:
+                steps += 1
+                if steps > MOST_STEPS or len(joined) > LONGEST_LABEL:
+                    message = "the graph has too many ways through empty nodes, or too long ones"
+                    raise fault(source, rows[0][0], message)
                 found += above(head, joined, (*seen, head))
         return found
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import lzma
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+LONGEST_LINE = 1 << 24  # characters
+MOST_TIMES = 500  # what a compressed file may grow by; text grows by less than ten
+SMALL = 1 << 26  # bytes that a file may always grow to
 
 
 def data_folder(given: str | Path | None = None) -> Path:
@@ -40,15 +47,40 @@ def find_data(name: str | Path, given: str | Path | None = None) -> Path:
 
 
 def read_lines(path: str | Path, encoding: str = "utf-8") -> Iterator[tuple[int, str]]:
-    """The lines of a text file, numbered from 1, without their ends; ``.xz`` is decompressed."""
-    path, number = Path(path), 0
-    opened = lzma.open if path.suffix == ".xz" else open
-    with opened(path, "rt", encoding=encoding, newline="\n") as lines:
+    """The lines of a text file, numbered from 1, without their ends; ``.xz`` is decompressed.
+
+    It is as it is read, so that little memory is used. What never ends a line, or grows out of all
+    proportion, is no text, and refused.
+    """
+    path, number, size = Path(path), 0, 0
+    compressed = path.suffix == ".xz"
+    most = SMALL + MOST_TIMES * path.stat().st_size if compressed else None
+    with (lzma.open if compressed else open)(path, "rt", encoding=encoding, newline="\n") as lines:
         try:
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(iter(partial(lines.readline, LONGEST_LINE + 1), ""), 1):
+                size += len(line)
+                if len(line) > LONGEST_LINE:
+                    raise fault(path, number, f"a line of more than {LONGEST_LINE} characters")
+                if most is not None and size > most:
+                    raise fault(path, number, f"decompressed, there are more than {most} bytes")
                 yield number, line.rstrip("\r\n")
         except (UnicodeDecodeError, EOFError, lzma.LZMAError) as error:
             raise fault(path, number + 1, str(error)) from None
+        except MemoryError:  # of a compressed file that asks for a dictionary of gigabytes
+            raise fault(path, number + 1, "there is not enough memory to decompress it") from None
+
+
+def read_objects(path: str | Path, *names: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The lines of a file of JSON objects, numbered from 1, each of which has these names."""
+    for number, line in read_lines(path):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:  # also numbers too long, nested too deep
+            raise fault(path, number, f"not JSON: {error}") from None
+        if not isinstance(row, dict) or not row.keys() >= set(names):
+            listed = f"{', '.join(names[:-1])} and {names[-1]}"
+            raise fault(path, number, f"expected an object with {listed}")
+        yield number, row
 
 
 def fault(path: str | Path, number: int, message: str) -> ValueError:

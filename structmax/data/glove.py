@@ -29,11 +29,14 @@ def read(path: str | Path, words: Container[str] | None = None) -> tuple[list[st
         if words is not None and word not in words:
             continue
         try:
-            vector = np.array(rest.split(), np.float32)
+            with np.errstate(over="ignore"):  # which is told below
+                vector = np.array(rest.split(), np.float32)
         except ValueError as error:
             raise fault(path, number, str(error)) from None
         if not size or len(vector) != size:
             raise fault(path, number, f"expected {size or 'some'} numbers, got {len(vector)}")
+        if not np.isfinite(vector).all():
+            raise fault(path, number, f"the numbers of {word[:20]!r} must be finite")
         found.append(word)
         vectors.append(vector)
     return found, np.stack(vectors) if vectors else np.zeros((0, size), np.float32)

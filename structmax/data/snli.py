@@ -5,12 +5,11 @@ Bowman et al., "A large annotated corpus for learning natural language inference
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from structmax.data.folder import fault, read_lines
+from structmax.data.folder import fault, read_lines, read_objects
 
 LABELS = ("entailment", "neutral", "contradiction")
 _BY_NAME = {name: i for i, name in enumerate(LABELS)}
@@ -41,9 +40,9 @@ def read(path: str | Path) -> list[Pair]:
     and what is wrong with it.
     """
     name = Path(path).name.removesuffix(".xz")
-    rows = _json if name.endswith((".jsonl", ".json")) else _tabs
+    rows = _json(path) if name.endswith((".jsonl", ".json")) else _tabs(read_lines(path), path)
     found = []
-    for number, label, labels, premise, hypothesis in rows(read_lines(path), path):
+    for number, label, labels, premise, hypothesis in rows:
         if label == "-":
             continue
         if label not in labels:
@@ -55,16 +54,13 @@ def read(path: str | Path) -> list[Pair]:
 Row = tuple[int, str, dict[str, int], str, str]
 
 
-def _json(lines: Iterable[tuple[int, str]], path: str | Path) -> Iterator[Row]:
-    for number, line in lines:
-        try:
-            row = json.loads(line)
-            yield number, row["gold_label"], _BY_NAME, row["sentence1"], row["sentence2"]
-        except json.JSONDecodeError as error:
-            raise fault(path, number, f"not JSON: {error}") from None
-        except (KeyError, TypeError):
-            message = "expected an object with gold_label, sentence1 and sentence2"
-            raise fault(path, number, message) from None
+def _json(path: str | Path) -> Iterator[Row]:
+    names = ("gold_label", "sentence1", "sentence2")
+    for number, row in read_objects(path, *names):
+        label, premise, hypothesis = (row[name] for name in names)
+        if not all(isinstance(text, str) for text in (label, premise, hypothesis)):
+            raise fault(path, number, "gold_label, sentence1 and sentence2 must be text")
+        yield number, label, _BY_NAME, premise, hypothesis
 
 
 def _tabs(lines: Iterable[tuple[int, str]], path: str | Path) -> Iterator[Row]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from structmax.data.folder import fault, read_lines
 from structmax.data.trees import REDUCE, SHIFT
 
+MOST_WORDS = 2000  # of a sentence: all subtrees of a deep tree are quadratically many words
 _TOKEN = re.compile(r"\((\d+) ([^ ()]+)\)|\((\d+) |\)| ")
 _ESCAPES = {"-LRB-": "(", "-RRB-": ")", "\\/": "/", "\\*": "*"}
 
@@ -60,7 +61,7 @@ def parse(text: str) -> list[Phrase]:
     found: list[Phrase] = []
     open_: list[tuple[int, list[Phrase]]] = []  # labels and children
     done: Phrase | None = None
-    at = 0
+    at = leaves = 0
     while at < len(text):
         token = _TOKEN.match(text, at)
         if token is None or done is not None:
@@ -75,6 +76,9 @@ def parse(text: str) -> list[Phrase]:
             continue
         if token[1] is not None:
             node = Phrase([_word(token[2])], _label(token[1]), [SHIFT])
+            leaves += 1
+            if leaves > MOST_WORDS:
+                raise ValueError(f"a sentence of more than {MOST_WORDS} words")
         else:
             if not open_ or len(open_[-1][1]) != 2:
                 got = f"a node with {len(open_[-1][1])} children, not 2" if open_ else "nothing"

@@ -6,10 +6,9 @@ summarization", EMNLP 2015) and XSum.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from structmax.data.folder import fault, read_lines
+from structmax.data.folder import fault, read_objects
 from structmax.data.parallel import Pair
 
 
@@ -23,16 +22,13 @@ def read(path: str | Path, most: int = 0) -> list[Pair]:
         most: take only so many words of a document; 0: all
     """
     found = []
-    for number, line in read_lines(path):
-        try:
-            row = json.loads(line)
-            texts = [row["document"].split(), row["summary"].split()]
-        except json.JSONDecodeError as error:
-            raise fault(path, number, f"not JSON: {error}") from None
-        except (KeyError, TypeError, AttributeError):
-            raise fault(path, number, "expected an object with document and summary") from None
-        for name, words in zip(("document", "summary"), texts):
+    for number, row in read_objects(path, "document", "summary"):
+        texts = []
+        for name in ("document", "summary"):
+            words = row[name].split() if isinstance(row[name], str) else None
             if not words:
-                raise fault(path, number, f"an empty {name}")
+                what = "an empty" if words == [] else "no text as"
+                raise fault(path, number, f"{what} {name}")
+            texts.append(words)
         found.append(Pair(texts[0][: most or None], texts[1]))
     return found

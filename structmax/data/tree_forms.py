@@ -20,6 +20,9 @@ def from_transitions(actions: Any, lengths: Any = None) -> Forms:
     actions, lengths = _integers(actions, lengths, lambda steps: (steps + 1) // 2)
     b, n, at = len(actions), max((actions.shape[1] + 1) // 2, 1), np.arange(len(actions))
     _check_lengths(lengths, n)
+    actions = np.pad(
+        actions, ((0, 0), (0, max(2 * n - 1 - actions.shape[1], 0))), constant_values=-1
+    )
     stack, top = np.zeros((b, n + 2), np.int64), np.zeros(b, np.int64)
     children, read, done = np.full((b, n, 2), -1), np.zeros(b, np.int64), np.zeros(b, np.int64)
     for t in range(2 * n - 1):

@@ -5,12 +5,13 @@ Dau et al., "The UCR time series archive", IEEE/CAA Journal of Automatica Sinica
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from structmax.data.folder import fault, read_lines
+from structmax.data.folder import MOST_TIMES, SMALL, fault, read_lines
 
 
 class Series(NamedTuple):
@@ -87,20 +88,40 @@ def read(folder: str | Path) -> tuple[Series, Series]:
         raise FileNotFoundError(
             f"there are no NAME_TRAIN.ts and NAME_TEST.ts, nor NAME.npz in {folder}."
         )
-    with np.load(arrays[0]) as file:
-        missing = {"X_train", "y_train", "X_test", "y_test"} - set(file)
-        if missing:
-            raise ValueError(f"{arrays[0]}: there is no {', '.join(sorted(missing))}.")
-        classes = np.unique(file["y_train"])
-        if not np.isin(file["y_test"], classes).all():
-            raise ValueError(f"{arrays[0]}: y_test has classes that y_train has not.")
-        names = [str(name) for name in classes]
-        train, test = (
-            Series(
-                list(file[f"X_{split}"].astype(np.float64)),
-                np.searchsorted(classes, file[f"y_{split}"]),
-                names,
-            )
-            for split in ("train", "test")
+    return _read_npz(arrays[0])
+
+
+def _read_npz(path: Path) -> tuple[Series, Series]:
+    names = ("X_train", "y_train", "X_test", "y_test")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            sizes = [member.file_size for member in archive.infolist()]
+        if sum(sizes) > SMALL + MOST_TIMES * path.stat().st_size:
+            raise ValueError(f"decompressed, there are {sum(sizes)} bytes")
+        with np.load(path, allow_pickle=False) as file:
+            missing = set(names) - set(file)
+            if missing:
+                raise ValueError(f"there is no {', '.join(sorted(missing))}")
+            found = {name: file[name] for name in names}
+        for split in ("train", "test"):
+            x, y = found[f"X_{split}"].astype(np.float64), found[f"y_{split}"]
+            found[f"X_{split}"] = x
+            if x.ndim != 3 or y.shape != x.shape[:1] or not np.isfinite(x).all():
+                raise ValueError(
+                    f"X_{split} must be (k, n, d) and finite, and y_{split} (k), "
+                    f"got {x.shape} and {y.shape}"
+                )
+        classes = np.unique(found["y_train"])
+        if not np.isin(found["y_test"], classes).all():
+            raise ValueError("y_test has classes that y_train has not")
+    except Exception as error:  # zipfile, zlib and numpy raise a dozen kinds for damaged files
+        raise ValueError(f"{path}: {error or type(error).__name__}.") from error
+    train, test = (
+        Series(
+            list(found[f"X_{split}"]),
+            np.searchsorted(classes, found[f"y_{split}"]),
+            [str(name) for name in classes],
         )
+        for split in ("train", "test")
+    )
     return train, test

@@ -25,6 +25,11 @@ class Words(NamedTuple):
     n)`` says which row of ``chars`` ``(u, m)`` spells a word. ``lengths`` ``(B)`` counts words.
     The arrays stay on the host, where recurrent networks want them: numbers of letters ``(u)`` and
     of words ``(B)``.
+
+    >>> batch = Vocabulary(facts([["a", "cat"]], least_count=1)).collate([["a", "cat"], ["cat"]])
+    >>> batch.words, batch.lengths, batch.letters  # of "a" and "cat"
+    (tensor([[2, 3],
+            [3, 0]]), tensor([2, 1]), array([1, 3]))
     """
 
     words: Tensor

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from structmax.draw.arcs_svg import arcs_svg
@@ -14,14 +16,14 @@ from structmax.draw.tree_svg import tree_svg
 
 
 def answer_svg(answer: Mapping[str, Any]) -> Drawing | None:
-    """Trees, arcs, tags, attention or a path, whichever the answer has; None if it has nothing.
+    """Trees, arcs, tags, attention, a path or distances, whichever the answer has, or None.
 
     >>> answer_svg({"words": ["a", "b"], "heads": [2, 0]})
     Drawing(56 × 83 pixels)
-    >>> answer_svg({"class": "walk", "text": "walk"}) is None
+    >>> answer_svg({"text": "walk"}) is None
     True
     """
-    words = answer.get("words", [])
+    words = [str(word) for word in answer.get("words", [])]
     if "spans" in answer:
         return tree_svg(words, answer["spans"], answer.get("gold"))
     if "trees" in answer:
@@ -35,6 +37,12 @@ def answer_svg(answer: Mapping[str, Any]) -> Drawing | None:
         rows = answer["choices"]
         tags = sorted({tag for row in rows for tag in row})
         return lattice_svg(words, tags, [[row.get(tag, 0.0) for tag in tags] for row in rows])
+    if "tags" in answer:
+        path = [str(tag) for tag in answer["tags"]]
+        tags = sorted(set(path))
+        rows = [[float(tag == own) for tag in tags] for own in path]
+        steps = [(t, tags.index(a), tags.index(b), 1.0) for t, (a, b) in enumerate(pairwise(path))]
+        return lattice_svg(words, tags, rows, steps)
     if "attention" in answer:
         source = [*answer["source"], "∎"]  # the end of the sentence may be looked at, too
         rows = [[row.get(str(i), 0.0) for i in range(len(source))] for row in answer["attention"]]
@@ -48,6 +56,11 @@ def answer_svg(answer: Mapping[str, Any]) -> Drawing | None:
         return heat_svg(grid)
     if "chosen" in answer:
         return bars_svg(words, [float(i in answer["chosen"]) for i in range(len(words))])
+    if "distances" in answer:  # to each class
+        far = [float(d) for d in answer["distances"]]
+        most = max([abs(d) for d in far if math.isfinite(d)], default=0.0) or 1.0
+        names = [f"class {i}" for i in range(len(far))]
+        return bars_svg(names, [min(abs(d) / most, 1.0) for d in far], [f"{d:.4g}" for d in far])
     return None
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from structmax.draw.bars_svg import bars_svg
-from structmax.draw.painters import PAINTERS, part_names, parts
+from structmax.draw.painters import PAINTERS, Painter, part_names, parts
 from structmax.draw.svg import Drawing, beside
 from structmax.structures.base import IntractableError, Structure
 from structmax.structures.choice import Choice
@@ -59,12 +59,6 @@ def draw(
         )
     while structure.batch_shape:
         structure = structure[0]
-    painter = next((p for kind, p in PAINTERS.items() if isinstance(structure, kind)), None)
-
-    def paint(weights: Tensor, soft: bool) -> Drawing:
-        weights = weights.detach().double().cpu()
-        return (painter or parts)(structure, weights, tokens, labels, soft)
-
     if what is None:
         what = "marginals" if structure.supports("marginals") else "argmax"
         try:
@@ -72,16 +66,37 @@ def draw(
         except IntractableError:  # of a large assignment, say
             return draw(structure, tokens, "argmax", labels, k)
     if what == "marginals":
-        return paint(structure.marginals(), soft=True)
+        return paint(structure, structure.marginals(), tokens, labels, soft=True)
     if what == "argmax":
         best = structure.greedy().z if isinstance(structure, Incremental) else structure.argmax()
-        return paint(best, soft=False)
+        return paint(structure, best, tokens, labels)
     found = _sparse(structure, k) if what == "sparsemap" else _likeliest(structure, k)
-    if painter is None:
+    if _painter(structure) is None:
         texts = [_describe(structure, f.z, tokens) for f in found]
         chances = [0.0 if f.chance is None else f.chance for f in found]
         return bars_svg(texts, chances, [f.caption for f in found])
-    return beside((f.caption, paint(f.z, soft=False)) for f in found)
+    return beside((f.caption, paint(structure, f.z, tokens, labels)) for f in found)
+
+
+def paint(
+    structure: Structure,
+    weights: Tensor,
+    tokens: Sequence[Any] | None = None,
+    labels: Sequence[Any] | None = None,
+    soft: bool = False,
+) -> Drawing:
+    """A picture of any weights of the parts of one item: a sample, or soft ones.
+
+    >>> import structmax as sx
+    >>> paint(sx.Choice(torch.zeros(2)), torch.tensor([0.0, 1.0]), ["no", "yes"]).count("<text")
+    4
+    """
+    painter = _painter(structure) or parts
+    return painter(structure, weights.detach().double().cpu(), tokens, labels, soft)
+
+
+def _painter(structure: Structure) -> Painter | None:
+    return next((p for kind, p in PAINTERS.items() if isinstance(structure, kind)), None)
 
 
 def _sparse(structure: Structure, k: int) -> list[Found]:

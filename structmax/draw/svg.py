@@ -14,10 +14,12 @@ from math import cos, radians, sin
 from pathlib import Path
 
 FONT = 13.0  # the size of text
-BLUE, ORANGE, GREEN = "#3178c6", "#cf5c17", "#1f8a5b"  # readable on white and on near-black
+# readable on white and on near-black
+BLUE, ORANGE, GREEN, PURPLE = "#3178c6", "#cf5c17", "#1f8a5b", "#9b5fc0"
 FAINT = 0.005  # what weighs less is not drawn
-THEME = (
-    "<style>svg:root{color:#222}@media (prefers-color-scheme:dark){svg:root{color:#ddd}}</style>"
+THEME = (  # of a file of its own; inside a page there is another root
+    "<style>svg:root{color:#222;background:#fff}"
+    "@media (prefers-color-scheme:dark){svg:root{color:#ddd;background:#131416}}</style>"
 )
 
 
@@ -42,8 +44,17 @@ class Drawing(str):
         return f'<div style="overflow-x:auto">{self}</div>'
 
     def save(self, path: str | Path) -> None:
-        """Writes an SVG file."""
-        Path(path).write_text(self, encoding="utf-8")
+        """Writes an SVG file; a browser prints it, or ``rsvg-convert`` makes a PNG of it.
+
+        >>> Canvas().drawing().save("tree.png")
+        Traceback (most recent call last):
+        ValueError: Drawing.save: a drawing is SVG, got 'tree.png'. Name it tree.svg.
+        """
+        path = Path(path)
+        if path.suffix.lower() != ".svg":
+            named = path.with_suffix(".svg").name
+            raise ValueError(f"Drawing.save: a drawing is SVG, got {path.name!r}. Name it {named}.")
+        path.write_text(self, encoding="utf-8")
 
     @property
     def size(self) -> tuple[float, float]:
@@ -118,6 +129,12 @@ class Canvas:
         shown = {"fill": "currentColor"} | style
         return self.reach(*corners)._add("text", place | shown, escape(clean(text)))
 
+    def inside(self, element: str) -> Canvas:
+        """Puts an element into the shape drawn last, which has a title, and so an end."""
+        head, end, tag = self.shapes[-1].rpartition("</")
+        self.shapes[-1] = f"{head}{element}{end}{tag}"
+        return self
+
     def put(self, x: float, y: float, drawing: Drawing) -> Canvas:
         """Another drawing, with its corner here."""
         wide, high = drawing.size
@@ -164,6 +181,8 @@ def clean(text: str) -> str:
     >>> clean("a\\tb")
     'a␉b'
     """
+    if text.isprintable():
+        return text
     out = []
     for c in text:
         code = ord(c)
@@ -213,7 +232,7 @@ def columns(words: Sequence[str], least: float = 18.0, gap: float = 14.0) -> lis
     return [borders[-1] - x for x in borders] if is_rtl(words) else borders
 
 
-def beside(pictures: Iterable[tuple[str, Drawing]], widest: float = 900.0) -> Drawing:
+def beside(pictures: Iterable[tuple[str, Drawing]], widest: float = 720.0) -> Drawing:
     """Pictures below their captions, side by side while a row is not too wide, on one ground line.
 
     >>> one = Canvas().rect(0, 0, 10, 10).drawing()

@@ -54,7 +54,7 @@ def tree_svg(
     for i, word in enumerate(words):
         canvas.text(x[i], 17 + foot, word)
         if label := labels.get((i, i)):
-            canvas.text(x[i], 15, label, size=11, fill=BLUE)
+            canvas.text(x[i], 15, label, size=11, fill_opacity="0.75")
     return canvas.drawing()
 
 

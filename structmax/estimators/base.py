@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from structmax import checks
 from structmax.structures.base import Structure
 
 Pullback = Callable[[Any, Tensor, Tensor], Tensor]
@@ -100,6 +101,12 @@ def call_cost(
     if wanted == shape and _required_arguments(cost) < 2:
         return torch.where(where, costs, 0.0)
     return costs.new_zeros(shape).masked_scatter(where, costs)
+
+
+def refuse_nothing(estimator: Estimator, structure: Structure, best: Tensor) -> None:
+    """An error where an item allows no structure: its best score ``(*batch)`` is −inf."""
+    if structure._validate_args:
+        checks.feasible(type(estimator).__name__, "loss", best.detach())
 
 
 def _required_arguments(cost: Callable[..., Any]) -> int:

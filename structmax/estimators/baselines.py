@@ -60,7 +60,10 @@ class RunningMoments(nn.Module):
 
     @torch.no_grad()
     def update(self, values: Tensor) -> None:
-        """Adds the values of one call, which count as one however many they are."""
+        """Adds the values of one call, which count as one however many they are; none, as of an
+        empty batch, count nothing."""
+        if not values.numel():
+            return
         values = values.to(self.total)
         new = {"weight": 1.0, "total": values.mean(), "spread": values.var(correction=0)}
         for name, value in new.items():

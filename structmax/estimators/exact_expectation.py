@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from structmax.estimators.base import Estimator, call_cost
+from structmax.estimators.base import Estimator, call_cost, refuse_nothing
 from structmax.structures.base import Structure
 
 
@@ -34,8 +34,11 @@ class ExactExpectation(Estimator):
 
     def loss(self, structure: Structure, cost: Callable[..., Tensor]) -> Tensor:
         z, exists = every_structure(structure)
-        p = torch.where(exists, structure.log_prob(z), -torch.inf).exp()
-        return weighted_sum(p, call_cost(cost, z, structure, where=p > 0))
+        log_prob = torch.where(exists, structure.log_prob(z), -torch.inf)
+        refuse_nothing(self, structure, log_prob.amax(0))
+        p = log_prob.exp()
+        loss = weighted_sum(p, call_cost(cost, z, structure, where=p > 0))
+        return torch.where((p > 0).any(0), loss, torch.nan)  # an item that nobody looked at
 
 
 def weighted_sum(weights: Tensor, costs: Tensor) -> Tensor:

@@ -89,6 +89,13 @@ class Objectives:
             self.z, self.exists = every_structure(structure)  # (N, *batch, *parts), (N, *batch)
         self.known: dict[Any, Reference] = {}
 
+    def rounding(self) -> float:
+        """The size of a gradient that may be rounding alone: of SparseMAP at a vertex, say."""
+        with torch.no_grad():
+            costs = call_cost(self.cost, self.z, self.structure, where=self.exists)
+        precision = max(torch.finfo(leaf.dtype).eps for leaf in self.leaves)
+        return 8 * precision * float(costs.abs().max())
+
     def of(self, estimator: Estimator, objective: str | None = None) -> Reference:
         """That of an estimator; if given, another objective under the structure's distribution."""
         kind = "own" if objective else distribution_of(estimator, self.structure)

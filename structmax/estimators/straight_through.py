@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from structmax.estimators.base import Estimator, at_least, one_of, straight, surrogate, wide
+from structmax.estimators.base import (
+    Estimator,
+    at_least,
+    one_of,
+    refuse_nothing,
+    straight,
+    surrogate,
+    wide,
+)
 from structmax.structures.base import Structure
 from structmax.structures.incremental import Incremental
 
@@ -75,6 +83,7 @@ class StraightThrough(Estimator):
 
     def _over_beam(self, structure: Structure) -> Tensor:
         best, at = structure.topk(self.k), len(structure.batch_shape)
+        refuse_nothing(self, structure, best.scores[..., 0])
         p = (best.scores / structure.temperature).softmax(-1)
         mean = (wide(p, structure).to(best.structures.dtype) * best.structures.detach()).sum(at)
         return best.structures.select(at, 0).detach() + (mean - mean.detach())

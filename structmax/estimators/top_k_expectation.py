@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from structmax.estimators.base import Estimator, at_least, call_cost
+from structmax.estimators.base import Estimator, at_least, call_cost, refuse_nothing
 from structmax.estimators.exact_expectation import weighted_sum
 from structmax.structures.base import Structure, TopK
 from structmax.structures.incremental import Incremental
@@ -56,6 +56,7 @@ class TopKExpectation(Estimator):
 
     def loss(self, structure: Structure, cost: Callable[..., Tensor]) -> Tensor:
         best = k_best(structure, self.k, self.distinct)
+        refuse_nothing(self, structure, best.scores[..., 0])
         scores = torch.where(best.exists, best.scores / structure.temperature, -torch.inf)
         p = scores.softmax(-1).movedim(-1, 0)  # (k, *batch)
         z = best.structures.detach().movedim(len(structure.batch_shape), 0)

@@ -562,7 +562,8 @@ def value(forest: Forest, scores: Tensor, goal: Tensor, code: Code) -> Tensor:
 
     def task_by_products(items: slice) -> NDArray:
         block = ProductBlock(forest, theta[items], goals[items], code[1])
-        a[items] = block.values()
+        with np.errstate(over="ignore"):  # of an item that is left
+            a[items] = block.values()
         return block.left
 
     _run(forest, len(scores), code, task, task_by_products)
@@ -600,7 +601,8 @@ def gradient(forest: Forest, scores: Tensor, goal: Tensor, code: Code) -> tuple[
 
     def task_by_products(items: slice) -> NDArray:
         block = ProductBlock(forest, theta[items], goals[items], code[1])
-        a[items], m[items] = block.values(), block.gradient()
+        with np.errstate(over="ignore"):  # of an item that is left
+            a[items], m[items] = block.values(), block.gradient()
         return block.left
 
     _run(forest, len(scores), code, task, task_by_products)

@@ -34,6 +34,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from structmax import checks
+
 Ints = NDArray[np.int32]
 NO_RUNS: Ints = np.empty((0, 10), np.int32)
 MAX_LISTED_EDGES = 1 << 22  # a forest drawn in runs and larger than that is kept by rule
@@ -48,6 +50,13 @@ class Forest:
     (value 0); an absent part is part ``num_parts`` (score 0). A node built without edges is a leaf:
     it gets one edge without tails, so every node has an edge. ``derivation_size (v)`` is the most
     nodes in a derivation of each node, ``longest`` the largest of them.
+
+    >>> draw = ForestBuilder()
+    >>> leaf, goal = draw.node(part=0), draw.node(part=1)
+    >>> draw.edge(goal, leaf)
+    >>> forest = draw.build()
+    >>> forest, forest.ptr.tolist(), forest.tail1.tolist()
+    (Forest(nodes=2, edges=2, parts=2, levels=2), [0, 1, 2], [2, 0])
     """
 
     def __init__(
@@ -401,6 +410,7 @@ class ForestBuilder:
                 f"ForestBuilder.nodes: parts must be one for each of the {count} nodes, or one "
                 f"for all, got {len(part)}."
             )
+        _check_size("nodes", self._num_nodes + count, 32)
         first = self._num_nodes
         self._num_nodes += count
         self._node_parts.append(np.broadcast_to(part, (count,)))
@@ -421,6 +431,7 @@ class ForestBuilder:
     ) -> None:
         """Adds edges in bulk; the arguments broadcast. −1 means no tail, no part."""
         what = "ForestBuilder.edges: heads, tails and parts"
+        _check_size("edges", np.broadcast(heads, tails1, tails2, parts).size, 64)
         head, t1, t2, part = _integers(what, heads, tails1, tails2, parts)
         self._check_heads("edges", head)
         late = (t1 >= head) | (t2 >= head) | (t1 < -1) | (t2 < -1)
@@ -454,6 +465,7 @@ class ForestBuilder:
         Forest(nodes=3, edges=6, parts=6, levels=3)
         """
         what = "ForestBuilder.runs: heads, counts, tails and parts"
+        _check_size("runs of edges", np.broadcast(heads, counts).size, 200)
         head, count = _integers(what, heads, counts)
         self._check_heads("runs", head)
         if len(count) and count.min() < 0:
@@ -542,6 +554,16 @@ def _number_of_parts(num_parts: int | None, node_part: Ints, largest_of_edges: i
             f"ForestBuilder.build: part {largest} is used, but num_parts is {num_parts}."
         )
     return num_parts
+
+
+def _check_size(what: str, count: int, each: int) -> None:
+    """Numbers of nodes and edges are int32, and drawing takes some bytes for each."""
+    if count > np.iinfo(np.int32).max:
+        raise ValueError(
+            f"Forest: {count:,} {what} are too many to be numbered, which goes up to 2**31 − 1. "
+            "Shorten the items."
+        )
+    checks.room("Forest", f"{count:,} {what}", count * each)
 
 
 def _integers(what: str, *given: ArrayLike) -> list[Ints]:

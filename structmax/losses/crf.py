@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from structmax import checks
 from structmax.losses.fenchel_young import check_reduction, fenchel_young, finish
 from structmax.losses.target import Target
 from structmax.smoothing import SHANNON
@@ -68,10 +67,7 @@ def crf(structure: Structure, target: Any, *, reduction: str = "mean") -> Tensor
         value = goal.structure.log_partition()
         return fenchel_young(goal, value, goal.omega(structure.smoothing), reduction)
     loss = -structure.smoothing.gamma * goal.log_prob()
-    looked = goal.structure._validate_args and checks.can_look()
-    # of scores that were looked at, NaN stands for an item that allows nothing: ∞ − ∞
-    forbidden = ~(loss < math.inf) if looked else loss == math.inf
-    return finish(loss, forbidden, reduction)
+    return finish(loss, loss == math.inf, reduction)
 
 
 def check_shannon(owner: str, structure: Structure) -> None:

@@ -19,9 +19,9 @@ class SoftDTW(torch.nn.Module):
 
         D(x, y) = −DP_Ω(−c),
 
-    the smoothed value of an :class:`Alignment` of kind ``"dtw"`` (Cuturi & Blondel, 2017): under
-    Shannon −γ log Σ exp(−cost/γ) over all paths, under Hard the least cost. Its gradient is an
-    expected alignment. D(x, x) is not zero and D may be negative; the divergence
+    the smoothed value of an :class:`structmax.Alignment` of kind ``"dtw"`` (Cuturi & Blondel,
+    2017): under Shannon −γ log Σ exp(−cost/γ) over all paths, under Hard the least cost. Its
+    gradient is an expected alignment. D(x, x) is not zero and D may be negative; the divergence
 
         D(x, y) − ½ D(x, x) − ½ D(y, y)
 
@@ -36,7 +36,7 @@ class SoftDTW(torch.nn.Module):
         gamma: γ of Shannon's entropy
         omega: another Ω, such as ``sx.Gini(gamma)`` or ``sx.Hard()``
         divergence: subtract half the losses of each series with itself
-        band: see :class:`Alignment`; the loss is +inf where it leaves no path
+        band: see :class:`structmax.Alignment`; the loss is +inf where it leaves no path
 
     Shape: ``forward(x, y, lengths=None)`` takes x ``(*B, n, d)`` and y ``(*B, m, d)``, and as
     lengths a pair of ``(*B)``; it returns ``(*B)``.
@@ -81,8 +81,14 @@ class SoftDTW(torch.nn.Module):
             )
         checks.same_device("SoftDTW", x=x, y=y)
         dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
+        if not torch.compiler.is_compiling():
+            batch = checks.batch_shape("SoftDTW", x=(x, 2), y=(y, 2))
+            cells = batch.numel() * x.shape[-2] * y.shape[-2]
+            what = f"the distances of {tuple(x.shape)} and {tuple(y.shape)}"
+            checks.room("SoftDTW", what, 3 * cells * dtype.itemsize, x.device)
         rows, columns = (None, None) if lengths is None else self._lengths(x, y, lengths)
         x, y = _padded(x.to(dtype), rows), _padded(y.to(dtype), columns)
+        given = {"x": x, "y": y}
         if x.shape[-1] > 1:
             x, y = x.double(), y.double()
             centre = x.detach().mean(-2, keepdim=True)
@@ -91,6 +97,8 @@ class SoftDTW(torch.nn.Module):
         if self.divergence:
             own = self._loss(x, x, rows, rows, dtype) + self._loss(y, y, columns, columns, dtype)
             loss = loss - own / 2
+        if loss.device.type == "cpu" and checks.can_look() and bool(loss.isnan().any()):
+            _refuse(given)
         return loss
 
     def _lengths(self, x: Tensor, y: Tensor, lengths: Any) -> list[Tensor]:
@@ -132,3 +140,15 @@ def _padded(x: Tensor, lengths: Tensor | None) -> Tensor:
         return x
     inside = torch.arange(x.shape[-2], device=x.device) < lengths[..., None]
     return torch.where(inside[..., None], x, 0.0)
+
+
+def _refuse(series: dict[str, Tensor]) -> None:
+    """Says why a loss is NaN: a series holds something else than finite numbers."""
+    for name, tensor in series.items():
+        bad = ~tensor.isfinite()
+        if bool(bad.any()):
+            where = tuple(bad.nonzero()[0].tolist())
+            raise ValueError(
+                f"SoftDTW: {name}{list(where)} is {tensor[where].item()}. Series must be finite; "
+                "use lengths for series that end early."
+            )

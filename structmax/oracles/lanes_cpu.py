@@ -8,14 +8,25 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import extending, types
 from numba.core import cgutils
+
+from structmax.jit import in_python
 
 LANES = 8
 intrinsic: Any = extending.intrinsic  # its functions are called without their first argument
 _vector = ir.VectorType(ir.DoubleType(), LANES)
 _int32 = ir.IntType(32)
+
+
+def _max_plus(x: Any, T: Any, out: Any) -> None:
+    out[:] = (x[: len(T), None] + T).max(0)
+
+
+def _where_first(condition: Any) -> int:
+    return int(condition.argmax()) if condition.any() else len(condition)
 
 
 def _fill(builder: Any, x: Any) -> Any:
@@ -60,6 +71,7 @@ def _first(builder: Any, width: Any, equal_at: Any) -> Any:
     return builder.load(found)
 
 
+@in_python(_max_plus)
 @intrinsic
 def max_plus(_context, x, T, out):
     """out[j] = max over i of x[i] + T[i, j]"""
@@ -82,6 +94,7 @@ def max_plus(_context, x, T, out):
     return types.void(x, T, out), generate
 
 
+@in_python(lambda x, y, value: _where_first(x + y == value))
 @intrinsic
 def first_sum(_context, x, y, value):
     """The first i where x[i] + y[i] is the value; their length if there is none."""
@@ -100,6 +113,7 @@ def first_sum(_context, x, y, value):
     return types.intp(x, y, value), generate
 
 
+@in_python(lambda x, y, length: np.count_nonzero(x[:length] == y[:length]))
 @intrinsic
 def count_equal(_context, x, y, length):
     """How many of the first so many of x and y, both uint32, are equal; rows are whole vectors."""
@@ -127,6 +141,7 @@ def count_equal(_context, x, y, length):
     return types.intp(x, y, types.intp), generate
 
 
+@in_python(lambda x: _where_first((x == x.max()) & (x > -math.inf)))
 @intrinsic
 def largest(_context, x):
     """The first i where x[i] is largest; their length if all are −inf."""

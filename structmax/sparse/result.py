@@ -13,6 +13,12 @@ class Solution(NamedTuple):
 
     Items have different numbers of active structures, at most K; an unused slot has probability 0
     and repeats slot 0. An item that allows no structure has NaN as its probabilities and its gap.
+
+    >>> import torch
+    >>> found = Solution(torch.eye(2)[None], torch.zeros(1, 2, 0), torch.tensor([[0.75, 0.25]]),
+    ...                  torch.zeros(1), torch.tensor([3]))
+    >>> (found.probs[..., None] * found.vertices).sum(1)  # μ of two options
+    tensor([[0.7500, 0.2500]])
     """
 
     vertices: Tensor

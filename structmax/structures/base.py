@@ -116,8 +116,19 @@ class Structure(Distribution):
                 f"got {smoothing!r}."
             )
         super().__init__(batch_shape, torch.Size(event_shape), validate_args=False)
+        self._check_room(self._event_shape.numel())
         # not torch's default: torch.compile, anywhere in the process, turns that one off
         self._validate_args = validate_args is None or bool(validate_args)
+
+    def _check_room(self, numbers: int) -> None:
+        """There is memory for a chart of so many numbers an item: scores, values and gradients."""
+        if torch.compiler.is_compiling():
+            return
+        count = self._batch_shape.numel() * numbers
+        if count * 24 > checks.SMALL:
+            first, sizes = self._first, tuple(self._batch_shape + self._event_shape)
+            size = 3 * count * max(first.dtype.itemsize, 4)
+            checks.room(self._name, f"a batch and parts of {sizes}", size, first.device)
 
     # -- what a subclass says ---------------------------------------------------------------------
 
@@ -339,8 +350,13 @@ class Structure(Distribution):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of z and of the marginals: that of the scores as they were given."""
+        return self._first.dtype
+
+    @property
+    def _first(self) -> Tensor:
+        """The first of ``_tensors``."""
         first, _ = next(iter(self._tensors().values()))
-        return first.dtype
+        return first
 
     def _indicator(self, z: Tensor) -> Tensor:
         """z as an indicator whose batch broadcasts with this one's, checked."""

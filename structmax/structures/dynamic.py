@@ -88,13 +88,13 @@ class DynamicStructure(PartStructure):
 
     def argmax(self) -> Tensor:
         theta = self._pack(self._parts()).detach()
-        value, z = ops.argmax(theta, self._goal(), self._forest_key(), self._width())
+        value, z = ops.best(theta, self._goal(), self._forest_key(), self._width())
         z = self._refuse_infeasible("argmax", value, self._to_event(z))
         return z.to(self.dtype)
 
     def _argmax_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         theta = self._pack(parts)
-        value, counts = ops.argmax(theta, self._goal(), self._forest_key(), theta.shape[-1])
+        value, counts = ops.best(theta, self._goal(), self._forest_key(), theta.shape[-1])
         return value, self._unpack(counts)
 
     def sample(

@@ -27,8 +27,7 @@ class OneSided(Structure):
         """The length of each item, ``(*B)``."""
         n = self._longest
         if self.lengths is None:
-            first, _ = next(iter(self._tensors().values()))
-            return torch.full(self.batch_shape, n, dtype=torch.int64, device=first.device)
+            return torch.full(self.batch_shape, n, dtype=torch.int64, device=self._first.device)
         lengths = self.lengths.long().expand(self.batch_shape)
         return lengths if self._lengths_are_good else torch.where(self._bad_lengths(), n, lengths)
 
@@ -50,8 +49,7 @@ class TwoSided(Structure):
         out = []
         for given, most in zip((self.rows, self.columns), self.event_shape, strict=True):
             if given is None:
-                first, _ = next(iter(self._tensors().values()))
-                size = torch.full(self.batch_shape, most, device=first.device)
+                size = torch.full(self.batch_shape, most, device=self._first.device)
             else:
                 size = given.long().expand(self.batch_shape)
                 if not self._lengths_are_good:

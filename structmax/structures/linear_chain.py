@@ -318,9 +318,10 @@ class LinearChain(OneSided, DynamicStructure):
     def _dense_parts(self) -> tuple[Tensor, ...]:
         """Unary, transition, start and end scores for the dense chain; empty ones are absent."""
         unary, transition = self._main_parts()
-        none = unary.new_empty(*self.batch_shape, 0)
-        given = [
-            none if s is None else s.to(unary.dtype).expand(*self.batch_shape, -1)
+        given = [  # a tensor each, since torch.compile takes none twice
+            unary.new_empty(*self.batch_shape, 0)
+            if s is None
+            else s.to(unary.dtype).expand(*self.batch_shape, -1)
             for s in (self.start, self.end)
         ]
         return unary, transition, *given

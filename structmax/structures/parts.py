@@ -7,11 +7,12 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from structmax import checks
-from structmax.primitive import backend_for, is_transforming
+from structmax.primitive import backend_for, is_plain, is_transforming
 from structmax.smoothing import SHANNON
 from structmax.structures.base import Ranked, Structure, TopK, dot
 
@@ -158,9 +159,10 @@ class PartStructure(Structure):
         if self._validate_args and checks.can_look():
             checks.feasible(self._name, query, value)
             return answer
-        good = value.abs() < math.inf  # no −inf, nor the NaN or +inf of scores not looked at
-        if value.device.type == "cpu" and checks.can_look() and bool(good.all()):
+        on_cpu = value.device.type == "cpu" and checks.can_look() and is_plain((value,))
+        if on_cpu and np.isfinite(value.numpy()).all():
             return answer
+        good = value.abs() < math.inf  # no −inf, nor the NaN or +inf of scores not looked at
         return torch.where(good[(..., *[None] * (answer.dim() - good.dim()))], answer, math.nan)
 
     def marginals(self) -> Tensor:
@@ -172,16 +174,26 @@ class PartStructure(Structure):
     def topk(self, k: int) -> TopK:
         if not isinstance(k, int) or k < 1:
             raise ValueError(f"{self._name}.topk: k must be at least 1, an integer, got {k!r}.")
+        self._check_room(k * self.event_shape.numel())
         scores, z = self._kbest(k)
         z = z.to(self.dtype)
         exists = scores > -math.inf
-        if is_transforming(self._parts()):  # the same numbers, with a gradient
-            at = len(self.batch_shape)
-            real = exists[(..., *[None] * len(self.event_shape))]
-            safe = torch.where(real, z, z.narrow(at, 0, 1))
-            again = self._score(safe.movedim(at, 0)).movedim(0, -1)
-            scores = torch.where(exists, again, -math.inf)
+        if is_transforming(self._parts()):
+            scores = self._watched_scores(scores, z, exists)
         return TopK(z, scores, exists)
+
+    def _watched_scores(self, scores: Tensor, z: Tensor, exists: Tensor) -> Tensor:
+        """The scores of the k best, the same numbers, with a gradient."""
+        at, some = len(self.batch_shape), exists[..., 0]
+        if self._validate_args and checks.can_look() and not bool(some.all()):
+            if not bool(some.any()):
+                return scores
+            known = self[some]._watched_scores(scores[some], z[some], exists[some])
+            return scores.masked_scatter(some[..., None], known)
+        real = exists[(..., *[None] * len(self.event_shape))]
+        safe = torch.where(real, z, z.narrow(at, 0, 1))
+        again = self._score(safe.movedim(at, 0)).movedim(0, -1)
+        return torch.where(exists, again, -math.inf)
 
     def mbr(self) -> Tensor:
         """The structure of least expected Hamming cost, argmax of ⟨2μ − 1, z⟩ over what is allowed.
@@ -216,7 +228,12 @@ class PartStructure(Structure):
         return self._score(self._indicator(z))
 
     def log_prob(self, z: Tensor) -> Tensor:
-        return (self.score(z) - self.log_partition()) / self.smoothing.gamma
+        return self._gibbs_log_prob(self.score(z), self.log_partition())
+
+    def _gibbs_log_prob(self, score: Tensor, value: Tensor) -> Tensor:
+        log_prob = at_most_zero((score - value) / self.smoothing.gamma)
+        nothing = (score == -math.inf) & (value == -math.inf)  # an item without a structure
+        return torch.where(nothing, -math.inf, log_prob)
 
     def cross_entropy(self, q: Structure) -> Tensor:
         p, q = self._aligned(q)
@@ -267,9 +284,13 @@ class PartStructure(Structure):
     def _likeliest(self, k: int) -> tuple[Tensor, Tensor]:
         """The k structures of highest probability and its logarithm, −inf past the last."""
         best = self.topk(k)
-        value = self.log_partition()[..., None]
-        log_prob = (best.scores - value) / self.smoothing.gamma
+        log_prob = self._gibbs_log_prob(best.scores, self.log_partition()[..., None])
         return best.structures, torch.where(best.exists, log_prob, -math.inf)
+
+
+def at_most_zero(log_prob: Tensor) -> Tensor:
+    """Log-probabilities without what rounding puts above 0; their gradients stay."""
+    return log_prob - log_prob.detach().clamp(min=0)
 
 
 def _state(tensors: Sequence[Tensor], value: Tensor, mu: Sequence[Tensor]) -> list[Any]:

@@ -153,6 +153,8 @@ class ProjectiveTree(DependencyTree, PackedSquare):
 
     # -- the graph --------------------------------------------------------------------------------
 
+    _drawing = 700
+
     @staticmethod
     def _order(i: Tensor, j: Tensor) -> Tensor:
         number = arc_number(torch.minimum(i, j), torch.maximum(i, j), i > j)

@@ -49,6 +49,15 @@ class Rollout(NamedTuple):
 
     The rows of ``state`` are those of ``log_prob.flatten()``. :class:`ShiftReduce` and
     :class:`EasyFirst` return it; log-probabilities and state are differentiable.
+
+    >>> import structmax as sx
+    >>> class Even(torch.nn.Module):  # any pair of neighbours is as good; counts its merges
+    ...     def start(self, inputs, lengths): return torch.zeros(len(inputs))
+    ...     def scores(self, state): return torch.zeros(len(state), 2)
+    ...     def advance(self, state, action): return state + 1
+    >>> found = sx.EasyFirst(Even(), torch.zeros(1, 3, 1)).greedy()
+    >>> found.z.shape, found.log_prob.exp(), found.state
+    (torch.Size([1, 2, 2]), tensor([0.5000]), tensor([2.]))
     """
 
     z: Tensor

@@ -183,6 +183,14 @@ class PackedSquare(SquareStructure, DynamicStructure):
     part ``_order(i, j)`` is the cell [i, j], and an item of length n has ``_count(n)`` of them.
     """
 
+    _drawing: ClassVar[int] = 180  # bytes for each cell that drawing the graph takes, measured
+
+    def _check_room(self, numbers: int) -> None:
+        super()._check_room(numbers)
+        if not torch.compiler.is_compiling():
+            side = self._event_shape[0]
+            checks.room(self._name, f"the graph of {side:,} positions", self._drawing * side**2)
+
     @staticmethod
     @abstractmethod
     def _order(i: Tensor, j: Tensor) -> Tensor:

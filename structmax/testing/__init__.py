@@ -5,6 +5,11 @@
 >>> def chain():
 ...     return sx.LinearChain(torch.randn(3, 2).double(), torch.randn(2, 2).double())
 >>> check_structure(chain, skip=("compile", "gradients"))
+
+``CHECKS`` has the checks by name, to run one alone; it raises where the structure fails.
+
+>>> from structmax.testing import CHECKS
+>>> CHECKS["marginals"](chain)
 """
 
 from structmax.testing.contract import CHECKS, check_structure

@@ -48,7 +48,8 @@ def write_atomic(path: Path, content: bytes) -> None:
 def remove_remains(folder: Path) -> None:
     """Remove what a killed process was about to write."""
     for path in folder.glob(".*.tmp"):
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def save(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
@@ -67,10 +68,12 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as file:
             state = json.loads((file.metadata() or {})["state"])
+            if not isinstance(state, dict) or type(state.get("step")) is not int:
+                raise ValueError("its state does not say the step")
             return {name: file.get_tensor(name) for name in file.keys()}, state  # noqa: SIM118
     except FileNotFoundError:
         raise UserError(f"there is no checkpoint {path}.") from None
-    except (SafetensorError, KeyError, json.JSONDecodeError, OSError) as error:
+    except (SafetensorError, KeyError, ValueError, RecursionError, OSError) as error:
         raise UserError(f"{path} is not a checkpoint of structmax: {error}.") from None
 
 
@@ -93,13 +96,24 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None
                 f"{path} is the checkpoint of another model: {name} is only in {where}. "
                 "Use the options it was trained with."
             )
-        if here[name].shape != tensors[name].shape:
-            raise UserError(
-                f"{path} is the checkpoint of another model: {name} is "
-                f"{tuple(tensors[name].shape)} there and {tuple(here[name].shape)} here. "
-                "Use the options it was trained with."
-            )
+        _compare(name, here[name], tensors[name], path)
     model.load_state_dict(tensors)
+
+
+def _compare(name: str, here: Tensor, there: Tensor, path: Path) -> None:
+    """An error if a tensor is not what is expected here."""
+
+    def told(tensor: Tensor) -> str:
+        kind = (
+            "" if here.dtype == there.dtype else f" of {str(tensor.dtype).removeprefix('torch.')}"
+        )
+        return f"{tuple(tensor.shape)}{kind}"
+
+    if here.shape != there.shape or here.dtype != there.dtype:
+        raise UserError(
+            f"{path} is the checkpoint of another model: {name} is {told(there)} there and "
+            f"{told(here)} here. Use the options it was trained with."
+        )
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -112,13 +126,24 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     }
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], path: Path
+) -> None:
     """Back to what ``optimizer_tensors`` gave."""
     state: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        number, key = name.split(".", 1)
-        state.setdefault(int(number), {})[key] = tensor
     groups = optimizer.state_dict()["param_groups"]
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    by_number = {str(number): p.detach() for number, p in enumerate(parameters)}
+    for name, tensor in tensors.items():
+        number, _, key = name.partition(".")
+        if number not in by_number:
+            raise UserError(f"{path} is the checkpoint of another model: it has {name}.")
+        # of AdamW's state, all but the count of steps is as the parameter
+        wanted = torch.zeros(()) if key == "step" else by_number[number]
+        _compare(f"the optimiser's {name}", wanted, tensor, path)
+        state.setdefault(int(number), {})[key] = tensor
+    if any(values.keys() != {"step", "exp_avg", "exp_avg_sq"} for values in state.values()):
+        raise UserError(f"{path} is damaged: the optimiser's state is not complete.")
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

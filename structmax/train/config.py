@@ -22,7 +22,14 @@ from structmax.train.errors import UserError, near
 
 
 def option(default: Any, help: str) -> Any:
-    """A field of a configuration, with the help text of its flag."""
+    """A field of a configuration, with the help text of its flag.
+
+    >>> @dataclass
+    ... class Config(TrainConfig):
+    ...     depth: int = option(3, "How deep.")
+    >>> Config().depth, dataclasses.fields(Config)[-1].metadata["help"]
+    (3, 'How deep.')
+    """
     return field(default=default, metadata={"help": help})
 
 
@@ -63,9 +70,19 @@ class TrainConfig:
         for name in positive:
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ["steps", "minutes", "batch_tokens", "warmup", "clip", "patience"]:
-            if getattr(self, name) < 0:
-                raise UserError(f"{name} must not be negative, got {getattr(self, name)}.")
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                continue
+            most = 2**63 if f.name == "seed" else 2**31
+            below_one = f.name == "beta2" or f.name.endswith("dropout")
+            if value < 0:
+                raise UserError(f"{f.name} must not be negative, got {value}.")
+            if not value < (1 if below_one else most):  # NaN too
+                bound = 1 if below_one else f"2^{most.bit_length() - 1}"
+                raise UserError(f"{f.name} must be a number below {bound}, got {value}.")
+            if f.name.endswith("_size") and value < 1:
+                raise UserError(f"{f.name} must be at least 1, got {value}.")
 
 
 C = TypeVar("C", bound=TrainConfig)
@@ -105,23 +122,27 @@ def _converted(name: str, value: Any, wanted: Any, source: str) -> Any:
         if value is None:
             return None
         wanted = next(t for t in choices if t is not type(None))
-    if wanted is float and type(value) is int:
+    if wanted is float and type(value) is int and abs(value) < 2**53:
         return float(value)
     if type(value) is not wanted:
         raise UserError(
             f"{source}: {name} must be of type {wanted.__name__}, got {value!r} "
             f"of type {type(value).__name__}."
         )
+    if isinstance(value, str) and any("\ud800" <= char < "\ue000" for char in value):
+        raise UserError(f"{source}: {name} must be UTF-8, got {value!r}.")
     return value
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The names and values of a TOML file."""
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"there is no file {path}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not TOML: {error}.") from None
 
 
@@ -135,7 +156,7 @@ def to_toml(config: TrainConfig) -> str:
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         if value is not None:
-            # TOML writes numbers, true and false, and strings as JSON does
-            text = json.dumps(value, ensure_ascii=False)
+            # TOML writes numbers, true and false, and strings as JSON does, but for one character
+            text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
             lines += [f"# {f.metadata.get('help', '')}", f"{f.name} = {text}"]
     return "\n".join(lines) + "\n"

@@ -154,11 +154,14 @@ class Log:
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics; a last line that was cut off is left out."""
     path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
     found = []
     for line in lines:
         try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
+            one = json.loads(line)
+        except (ValueError, RecursionError):
             break
+        if not isinstance(one, dict) or type(one.get("step")) is not int:
+            break
+        found.append(one)
     return found

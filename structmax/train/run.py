@@ -29,7 +29,8 @@ FILES = ("config.toml", "task.json", "last.safetensors", "best.safetensors", "me
 
 def exists(folder: Path) -> bool:
     """Whether the folder holds a run, finished or not."""
-    return (folder / "task.json").exists()
+    with as_user_error():  # a name may be too long
+        return (folder / "task.json").exists()
 
 
 def create(folder: Path, task: Task, config: TrainConfig) -> None:
@@ -53,9 +54,16 @@ def read(folder: Path, **changes: Any) -> tuple[Task, TrainConfig]:
     """The task of a run and its options, some of them changed."""
     if not exists(folder):
         raise UserError(f"{folder} is not a run: there is no {folder / 'task.json'}.")
-    said = json.loads((folder / "task.json").read_text())
-    task = tasks.by_name(said["task"])
-    task.facts = said["facts"]
+    path = folder / "task.json"
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        name, facts = said["task"], said["facts"]
+        if not isinstance(name, str) or not isinstance(facts, dict):
+            raise TypeError("the name of the task must be text, and the facts an object")
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged: {error}.") from error
+    task = tasks.by_name(name)
+    task.facts = facts
     options = {**read_toml(folder / "config.toml"), **changes}
     return task, from_dict(task.config, options, source=str(folder / "config.toml"))
 
@@ -76,6 +84,11 @@ def load(folder: Path, device: torch.device, **changes: Any) -> Trained:
     if not path.exists():
         raise UserError(f"{folder} has no weights yet: there is no {path}.")
     tensors, state = checkpoint.load(path)
-    model = task.model(config)
+    try:
+        with as_user_error():
+            model = task.model(config)
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        place = folder / "task.json"
+        raise UserError(f"{place} is damaged: its facts make no model ({error!r}).") from error
     checkpoint.load_model(model, checkpoint.within(tensors, "model."), path)
     return Trained(task, config, model.to(device).eval(), state["step"])

@@ -32,6 +32,14 @@ class Task:
     An *example* is whatever ``data`` holds, a *batch* whatever ``collate`` makes of some of them:
     tensors in any nesting of dicts, tuples and lists, which the trainer moves to the device.
     Everything random comes from torch, numpy or ``random`` as the trainer seeded them.
+
+    >>> from structmax.train import tasks
+    >>> toy = tasks.by_name("toy")
+    >>> isinstance(toy, Task), toy.name, toy.metric
+    (True, 'toy', 'accuracy')
+    >>> splits = toy.data(toy.config())
+    >>> toy.loss(toy.model(toy.config()), toy.collate(splits.train[:8])).shape
+    torch.Size([8])
     """
 
     name: ClassVar[str]

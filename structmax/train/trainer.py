@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import random
 import signal
 import time
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from structmax.train import batches, checkpoint, run
 from structmax.train.config import TrainConfig
 from structmax.train.distributed import Workers
-from structmax.train.errors import UserError, as_user_error
+from structmax.train.errors import UserError, as_user_error, is_out_of_memory
 from structmax.train.measure import measure
 from structmax.train.metrics import GradientVariance, Log
 from structmax.train.progress import Progress
@@ -79,6 +80,13 @@ class Trainer:
         folder: where the run is kept
         resume: go on from the folder's last checkpoint, if it has one
         workers: this process among all
+
+    >>> import tempfile
+    >>> from structmax.train import tasks
+    >>> toy, folder = tasks.by_name("toy"), Path(tempfile.mkdtemp())
+    >>> trainer = Trainer(toy, toy.config(steps=2), folder, silent=True)
+    >>> sorted(trainer.fit()["test"]), trainer.step
+    (['accuracy'], 2)
     """
 
     def __init__(
@@ -130,8 +138,11 @@ class Trainer:
         other = self.config.parser_lr if name == "parser" else None
         return self.config.lr if other is None else other
 
+    def _saved(self) -> Path:
+        return self.folder / "last.safetensors"
+
     def _start(self, resume: bool, silent: bool) -> None:
-        last = self.folder / "last.safetensors"
+        last = self._saved()
         found = self.workers.gather(resume and last.exists())
         if any(found) and not all(found):
             raise UserError(
@@ -156,6 +167,15 @@ class Trainer:
         try:
             with self.signals:
                 self._loop()
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self.pending.clear()
+            kept = "; --resume goes on from the last checkpoint" if self._saved().exists() else ""
+            raise UserError(
+                f"out of memory at update {self.step + 1}. Try a smaller --batch-size, or "
+                f"--batch-tokens{kept}."
+            ) from error
         finally:
             self.progress.close()
             if self.workers.first:
@@ -347,7 +367,7 @@ class Trainer:
             tensors.update({f"variance.{name}.{n}": t for n, t in sums.items()})
         state = {name: getattr(self, name) for name in NUMBERS}
         state |= {"task": self.task.name, "seen": seen, "random": randoms}
-        checkpoint.save(self.folder / "last.safetensors", tensors, state)
+        checkpoint.save(self._saved(), tensors, state)
 
     def _resume(self, path: Path) -> None:
         tensors, state = checkpoint.load(path)
@@ -356,11 +376,18 @@ class Trainer:
         checkpoint.load_model(self.model, checkpoint.within(tensors, "model."), path)
         for name, optimizer in self.optimizers.items():
             saved = checkpoint.within(tensors, f"optimizer.{name}.")
-            checkpoint.load_optimizer(optimizer, saved)
-            sums = checkpoint.within(tensors, f"variance.{name}.")
-            self.variance[name].restore(sums, state["seen"][name])
-        for name in NUMBERS:
-            setattr(self, name, state[name])
-        if self.workers.rank < len(state["random"]):
-            mine = state["random"][self.workers.rank]
-            checkpoint.restore_random_state(mine, self.workers.device)
+            checkpoint.load_optimizer(optimizer, saved, path)
+        try:
+            for name, variance in self.variance.items():
+                sums = checkpoint.within(tensors, f"variance.{name}.")
+                variance.restore(sums, operator.index(state["seen"][name]))
+            for name in NUMBERS:
+                wanted = type(getattr(self, name))
+                if type(state[name]) not in (wanted, int) or (wanted is int and state[name] < 0):
+                    raise ValueError(f"{name} is {state[name]!r}")
+                setattr(self, name, wanted(state[name]))
+            if self.workers.rank < len(state["random"]):
+                mine = state["random"][self.workers.rank]
+                checkpoint.restore_random_state(mine, self.workers.device)
+        except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            raise UserError(f"{path} is damaged: {error}. Start again with --fresh.") from error

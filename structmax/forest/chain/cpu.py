@@ -91,11 +91,13 @@ def normalise(x, w, out, clean):
     tiny = x.dtype.type(TINIES[1] if x.itemsize == 8 else TINIES[0])
     small = x.dtype.type(SMALL[1] if x.itemsize == 8 else SMALL[0])
     zero = x.dtype.type(0)
-    mass, lost, dirty = zero, False, False
+    mass, lost, dirty, some = zero, False, False, False
     for j in range(x.shape[0]):
         lost |= not (x[j] >= tiny) | (clean & (x[j] == zero))
+        some |= (x[j] > zero) & (w[j] > zero)
         out[j] = x[j] * w[j]
         mass += out[j]
+    lost |= some & (mass < tiny)  # no product is left of what was allowed
     scale = x.dtype.type(1) / mass
     for j in range(x.shape[0]):
         out[j] *= scale
@@ -142,6 +144,9 @@ def forward(u, T, length, start, end, W, P, E, flat, peaks, marks, row, total, f
             offset += peaks[slot, 0]
             sure = kept & (marks[t - 1, 1] > 0) & (peaks[slot, 1] > lost_product)
         marks[t, 0], kept = normalise(total, W[t], P[t], sure)
+        if not marks[t, 0] > 1e-90:  # the product might be too small
+            offset += math.log(mass)
+            mass = 1.0
         mass *= marks[t, 0]
         if not 1e-200 < mass < 1e200:
             offset += math.log(mass) if mass > 0 else 0.0
@@ -627,10 +632,12 @@ def has_nan(x):
     return found
 
 
-def _array(tensor: Tensor) -> NDArray:
+def _array(tensor: Tensor, dtype: torch.dtype) -> NDArray:
     """A contiguous array; a tensor that is one item expanded over the batch gives that item."""
     tensor = tensor.detach()
-    if len(tensor) > 1 and tensor.stride(0) == 0:
+    if tensor.dtype != dtype:
+        tensor = tensor.to(dtype)
+    if tensor.shape[0] > 1 and tensor.stride(0) == 0:
         tensor = tensor[:1]
     return tensor.contiguous().numpy()
 
@@ -643,11 +650,10 @@ def _inputs(
     unary: Tensor, transition: Tensor, start: Tensor, end: Tensor, lengths: Tensor
 ) -> tuple[NDArray, ...]:
     u = unary.detach().contiguous().numpy()
-    T, first, last = (_array(t.to(unary.dtype)) for t in (transition, start, end))
-    none = np.zeros((1, u.shape[2]), u.dtype)
-    first, last = (x if x.shape[1] else none for x in (first, last))
-    if T.shape[1] == 0:  # a single position has no steps
-        T = np.zeros((1, 1, u.shape[2], u.shape[2]), u.dtype)
+    c = u.shape[2]
+    none = np.zeros((1, 1, c, c), u.dtype)  # for no start, no end, or the steps of one position
+    T = _array(transition, unary.dtype) if transition.shape[1] else none
+    first, last = (_array(t, unary.dtype) if t.shape[1] else none[0, 0, :1] for t in (start, end))
     return u, T, first, last, _integers(lengths)
 
 

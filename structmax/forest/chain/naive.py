@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from structmax.primitive import recordable, recording
 from structmax.smoothing import Hard, Shannon, Smoothing
 
 
@@ -62,9 +63,9 @@ def score(unary: Tensor, transition: Tensor, lengths: Tensor, tags: Tensor) -> T
 
 def argmax(unary: Tensor, transition: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """The best score ``(B)`` and its tags ``(B, n)``, −1 in the padding."""
-    with torch.enable_grad():
-        leaf = unary.detach().requires_grad_()
-        best = value(leaf, transition.detach(), lengths, Hard())
+    with recording():
+        leaf = recordable(unary).requires_grad_()
+        best = value(leaf, recordable(transition), recordable(lengths), Hard())
         (z,) = torch.autograd.grad(torch.where(best == -torch.inf, 0.0, best).sum(), leaf)
     inside = torch.arange(unary.shape[1], device=unary.device) < lengths[:, None]
     return best.detach(), torch.where(inside, z.argmax(-1), -1)

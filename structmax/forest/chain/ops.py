@@ -22,7 +22,10 @@ from structmax.primitive import (
     Primitive,
     Tensors,
     backend_for,
+    direct,
     flatten_batch,
+    recordable,
+    recording,
     register,
     to_front,
 )
@@ -101,9 +104,9 @@ def _gradient(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> li
 
 def _indicator(unary: Tensor, transition: Tensor, lengths: Tensor, tags: Tensor) -> list[Tensor]:
     """z of tags, in the shape of the scores: the gradient of their score."""
-    with torch.enable_grad():
-        leaves = (unary.detach().requires_grad_(), transition.detach().requires_grad_())
-        total = naive.score(leaves[0], leaves[1], lengths, tags).sum()
+    with recording():
+        leaves = [recordable(t).requires_grad_() for t in (unary, transition)]
+        total = naive.score(leaves[0], leaves[1], recordable(lengths), recordable(tags)).sum()
         return list(torch.autograd.grad(total, leaves, materialize_grads=True))
 
 
@@ -150,3 +153,4 @@ def _argmax_rule(info, in_dims, *tensors):  # type: ignore[no-untyped-def]
 
 
 torch.library.register_vmap(argmax, _argmax_rule)
+best_tags = direct(argmax, _run_argmax)

@@ -68,6 +68,16 @@ def _log_chart(g: Grammar) -> Tensor:
 
 
 def _values(g: Grammar) -> Tensor:
+    from structmax.forest.pcfg import products_cpu
+
+    if not products_cpu.fits(g):
+        return _values_in_torch(g)
+    (a,) = products_cpu.solve(g, slopes=False)
+    _mend(a.isnan(), [a], lambda items: [_values_in_torch(g.take(items))])
+    return a
+
+
+def _values_in_torch(g: Grammar) -> Tensor:
     fast = Products(g)
     a = fast.rise()
     _mend(wrong(fast), [a], lambda items: [Terms(g.take(items)).rise()])
@@ -76,7 +86,16 @@ def _values(g: Grammar) -> Tensor:
 
 def _solve(g: Grammar, v: Grammar | None = None) -> list[Tensor]:
     """A and its gradient; with a direction, A and the derivative of its gradient."""
+    from structmax.forest.pcfg import products_cpu
 
+    if v is not None or not products_cpu.fits(g):
+        return _solve_in_torch(g, v)
+    results = products_cpu.solve(g, slopes=True)
+    _mend(results[0].isnan(), results, lambda items: _solve_in_torch(g.take(items)))
+    return results
+
+
+def _solve_in_torch(g: Grammar, v: Grammar | None = None) -> list[Tensor]:
     def run(kernel: Terms | Products) -> list[Tensor]:
         return [kernel.rise(), *_wanted(kernel.fall())]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from structmax.data import conllu
-from structmax.data.folder import fault, read_lines
+from structmax.data.folder import fault, read_objects
 from structmax.structures.dependency_tree import DependencyTree
 
 
@@ -91,10 +90,13 @@ def read(path: Path) -> list[tuple[list[str], list[int | None]]]:
     if ".jsonl" not in path.suffixes:
         return [(sentence.words, sentence.heads) for sentence in conllu.read(path)]
     found = []
-    for number, line in read_lines(path):
-        try:
-            row = json.loads(line)
-            found.append((row["words"], row["heads"]))
-        except (json.JSONDecodeError, KeyError, TypeError):
-            raise fault(path, number, "expected an object with words and heads") from None
+    for number, row in read_objects(path, "words", "heads"):
+        words, given = row["words"], row["heads"]
+        good = isinstance(words, list) and isinstance(given, list) and len(words) == len(given)
+        if not good or not all(isinstance(word, str) for word in words):
+            raise fault(path, number, "words and heads must be lists, and as long as each other")
+        for head in given:
+            if head is not None and not (type(head) is int and 0 <= head <= len(words)):
+                raise fault(path, number, f"a head must be one of 0 to {len(words)}, got {head!r}")
+        found.append((words, given))
     return found

@@ -217,7 +217,7 @@ def read_picture(line: str) -> NDArray[np.uint8]:
     """A picture ``(3, h, w)`` from JSON: rows of pixels of red, green and blue."""
     try:
         picture = np.array(json.loads(line))
-    except ValueError as error:  # of JSON, or of rows that differ
+    except (ValueError, RecursionError) as error:  # of JSON, or of rows that differ
         raise ValueError(f"expected rows of pixels [red, green, blue] as JSON: {error}") from None
     good = picture.ndim == 3 and picture.shape[2] == 3 and picture.size > 0
     if not good or any(n % PIXELS for n in picture.shape[:2]):
@@ -225,6 +225,8 @@ def read_picture(line: str) -> NDArray[np.uint8]:
             f"expected rows of pixels [red, green, blue], height and width multiples of {PIXELS}, "
             f"got the shape {picture.shape}."
         )
+    if picture.dtype != np.int64 or picture.min() < 0 or picture.max() > 255:
+        raise ValueError("expected red, green and blue as whole numbers from 0 to 255.")
     return picture.astype(np.uint8).transpose(2, 0, 1)
 
 

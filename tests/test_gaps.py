@@ -1,0 +1,345 @@
+"""Paths that the tests of each part leave out: rare errors, and what other libraries call."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention as torch_attention
+
+import structmax as sx
+from structmax import estimators as est
+from structmax.estimators import baselines, exact_expectation, noise
+from structmax.nn import hf
+from structmax.sparse.factors import Pair
+from structmax.sparse.solve import _checked_options
+
+# -- the command line ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]):
+    """Run a command: exit code, standard output, standard error."""
+    pytest.importorskip("typer")
+    pytest.importorskip("safetensors")
+    from structmax.cli import main
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_show_of_a_file(command, tmp_path: Path) -> None:
+    run, lines = tmp_path / "run", tmp_path / "lines"
+    assert command("train", "toy", "--steps", 1, "--device", "cpu", "--out", run)[0] == 0
+    lines.write_text("0 1 0\n")
+    code, out, err = command("show", run, lines, "--device", "cpu")
+    assert code == 0 and out, err
+    code, _, err = command("show", run, lines, "--html", tmp_path / "p.html", "--device", "cpu")
+    assert code == 0 and "<svg" in (tmp_path / "p.html").read_text(encoding="utf-8"), err
+    lines.write_text("")
+    code, _, err = command("show", run, lines, "--html", tmp_path / "p.html", "--device", "cpu")
+    assert code == 2 and "nothing to draw" in err
+    lines.write_bytes(b"\xff\xfe")
+    code, _, err = command("predict", run, lines, "--device", "cpu")
+    assert code == 2 and "is not text" in err
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (BrokenPipeError, 1)])
+def test_interrupted_commands(command, monkeypatch, error: type[BaseException], code: int) -> None:
+    import io
+    import sys
+
+    from structmax import doctor
+
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(doctor, "examine", fail)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert command("doctor")[0] == code
+
+
+def test_a_doctor_who_finds_something(command, monkeypatch) -> None:
+    from structmax import doctor
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no\ncompiler")
+
+    monkeypatch.setattr(doctor, "_marginals", fail)
+    code, out, _ = command("doctor")
+    assert code == 1 and "fail: no compiler" in out
+
+
+# -- transformers: what their models would call ----------------------------------------------------
+
+
+class Layer(torch.nn.Module):
+    is_causal = True
+
+
+def heads(groups: int = 4) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    sizes = [(2, 4, 5, 8), (2, groups, 5, 8), (2, groups, 5, 8)]
+    return [torch.randn(size, generator=draw) for size in sizes]
+
+
+def attend(query, key, value, mask, **options) -> torch.Tensor:
+    return hf._attend(Layer(), query, key, value, mask, map="softmax", options={}, **options)[0]
+
+
+def test_transformers_attention() -> None:
+    query, key, value = heads()
+    found = attend(query, key, value, None)
+    wanted = torch_attention(query, key, value, is_causal=True)
+    torch.testing.assert_close(found, wanted.transpose(1, 2))
+    query, key, value = heads(groups=2)  # grouped keys
+    mask = torch.ones(5, 5, dtype=torch.bool).tril(1).expand(2, 1, 5, 5)
+    shared = [t.repeat_interleave(2, 1) for t in (key, value)]
+    wanted = torch_attention(query, *shared, attn_mask=mask).transpose(1, 2)
+    torch.testing.assert_close(attend(query, key, value, mask), wanted)
+    # the same mask as numbers, which transformers add to the scores; and a bias beside it
+    numbers = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+    torch.testing.assert_close(attend(query, key, value, numbers), wanted)
+    bias = torch.randn(1, 4, 5, 5)
+    wanted = torch_attention(query, *shared, attn_mask=(bias + numbers)).transpose(1, 2)
+    found = attend(query, key, value, numbers, position_bias=bias, is_causal=False)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_transformers_options_that_are_refused() -> None:
+    for name in hf.UNSUPPORTED:
+        with pytest.raises(NotImplementedError, match='Use attn_implementation="eager"'):
+            attend(*heads(), None, **{name: 1.0})
+
+
+def test_transformers_is_named_where_it_is_missing(monkeypatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install structmax\[hf\]"):
+        hf.register("sparsemax")
+
+
+# -- estimators ------------------------------------------------------------------------------------
+
+DEFAULTS = {
+    "BlackBox": {"lam": 10.0},
+    "GumbelStraightThrough": {"temperature": 1.0, "samples": 1},
+    "IMLE": {"lam": 10.0, "samples": 1, "noise": "gumbel", "scale": True, "oracle": "argmax"},
+    "PerturbAndMAP": {"noise": "gumbel", "samples": 1},
+    "PerturbAndParse": {"hard": False, "noise": "gumbel", "samples": 1},
+    "Perturbed": {"sigma": 1.0, "samples": 10, "noise": "normal"},
+    "PPO": {"clip": 0.2, "updates": 4, "samples": 1, "baseline": None, "normalize": False},
+    "Reinforce": {"samples": 1, "baseline": None, "normalize": False, "entropy_weight": 0.0},
+    "SPIGOT": {"step": 1.0, "pullback_steps": 1, "variant": "euclidean"},
+    "StraightThrough": {"backward": "identity", "k": 8},
+    "SumAndSample": {"k": 1, "samples": 1, "tries": 8},
+    "TopKExpectation": {"k": 8, "distinct": False},
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_defaults_of_estimators(name: str) -> None:
+    parameters = inspect.signature(getattr(est, name)).parameters
+    assert {key: parameters[key].default for key in DEFAULTS[name]} == DEFAULTS[name]
+
+
+def test_adaptive_scale_leaves_forbidden_parts_out() -> None:
+    estimator = est.IMLE(lam="adaptive")
+    structure = sx.Choice(torch.tensor([3.0, -torch.inf, 4.0]))
+    # α ‖θ‖ / ‖g‖ with α = 1 at first
+    assert estimator.look(structure, torch.tensor([0.0, 2.0, 0.0])).item() == pytest.approx(2.5)
+
+
+def test_entropy_is_subtracted() -> None:
+    structure = sx.Choice(torch.tensor([0.0, 1.0, 3.0]))
+    loss = torch.tensor(2.0)
+    found = baselines.regularized(loss, structure, 0.5)
+    torch.testing.assert_close(found, 2.0 - 0.5 * structure.entropy())
+    assert baselines.regularized(loss, structure, 0.0) is loss
+
+
+def test_advantages_are_never_enlarged() -> None:
+    scale = baselines.Scale(on=True)
+    for deviation, wanted in [(0.5, 1.0), (4.0, 4.0)]:
+        scale.spread, scale.weight = torch.tensor(deviation**2), torch.tensor(1.0)
+        values = torch.tensor([-3.0, 3.0])
+        torch.testing.assert_close(scale.eval()(values), values / wanted)
+
+
+def test_every_structure_of_a_ragged_batch() -> None:
+    trees = sx.BinaryTree(torch.randn(3, 4, 4), lengths=torch.tensor([4, 2, 3]))
+    z, exists = exact_expectation.every_structure(trees)
+    assert z.shape == (5, 3, 4, 4) and exists.sum(0).tolist() == [5, 1, 2]
+    for item in range(3):
+        distinct = {tuple(row.flatten().tolist()) for row in z[exists[:, item], item]}
+        assert len(distinct) == exists[:, item].sum()
+
+
+def test_what_imle_is_compared_with() -> None:
+    marginals = est.IMLE(oracle="marginals")
+    assert (marginals.objective, marginals.distribution) == ("L(E[z])", "noisy")
+    assert est.IMLE(oracle="marginals", noise=None).distribution == "own"
+    assert est.IMLE(noise=None).objective == "L(argmax)"
+
+
+def test_noise_is_as_wide_as_the_distribution() -> None:
+    scores = torch.zeros(3)
+    assert noise.width(sx.Choice(scores, smoothing=sx.Shannon(0.25))) == 0.25
+    assert noise.width(sx.Choice(scores, smoothing=sx.Gini(0.25))) == 1.0
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+def test_sum_of_gamma_has_the_moments_of_gumbel(terms: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    k = 3
+    total = noise.sum_of_gamma(torch.zeros(40_000, k), float(k), terms, draw).sum(1)
+    assert total.mean().item() == pytest.approx(noise.EULER, abs=0.03)
+    assert total.var().item() == pytest.approx(torch.pi**2 / 6, abs=0.06)
+
+
+def test_a_baseline_module_learns_by_half_its_squared_error() -> None:
+    level = torch.nn.Parameter(torch.tensor([0.5, 2.0]))
+
+    class Level(torch.nn.Module):
+        def forward(self, _: torch.Tensor) -> torch.Tensor:
+            return level
+
+    estimator = est.Reinforce(samples=3, baseline=Level(), generator=torch.Generator())
+    structure = sx.Choice(torch.zeros(2, 3))
+    loss = estimator.loss(structure, lambda z: torch.full(z.shape[:-1], 4.0), inputs=level)
+    loss.sum().backward()
+    torch.testing.assert_close(level.grad, level.detach() - 4.0)
+
+
+def test_sparse_expectation_over_two_batch_dimensions() -> None:
+    scores, costs = torch.randn(2, 3, 4), torch.arange(4.0)
+    found = est.SparseExpectation().loss(sx.Choice(scores), lambda z: z @ costs)
+    torch.testing.assert_close(found, sx.sparsemax(scores) @ costs)
+
+
+# -- SparseMAP -------------------------------------------------------------------------------------
+
+
+def test_conditional_gradient_methods_are_those_of_their_names() -> None:
+    """Plain Frank-Wolfe zigzags inside a face; the variants walk straight to its optimum."""
+    scores = torch.tensor([[0.0, 0.3, -0.1, 0.2, 0.1, -3.0]], dtype=torch.float64)
+    structure = sx.KSubset(scores, 3)
+    gaps = {
+        method: structure.sparsemap(method=method, max_iter=60, tol=1e-14).gap.item()
+        for method in ("frank-wolfe", "away", "pairwise")
+    }
+    assert gaps["pairwise"] < 1e-10 and gaps["away"] < 1e-6 < gaps["frank-wolfe"], gaps
+
+
+def test_a_start_that_is_forbidden_by_now() -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(2, 4, 4, dtype=torch.float64)
+    before = sx.Assignment(scores).sparsemap()
+    scores[0] = torch.where(before.marginals[0] > 0, -torch.inf, scores[0])
+    scores[0].fill_diagonal_(1.0)
+    now = sx.Assignment(scores)
+    for method in ("active-set", "pairwise", "away"):
+        cold = now.sparsemap(method=method, max_iter=500, tol=1e-12)
+        warm = now.sparsemap(method=method, max_iter=500, tol=1e-12, init=before)
+        torch.testing.assert_close(warm.marginals, cold.marginals, atol=1e-5, rtol=0)
+        torch.testing.assert_close(warm.probs.sum(-1), torch.ones(2, dtype=torch.float64))
+
+
+def test_points_of_a_wrong_shape_are_named() -> None:
+    with pytest.raises(ValueError, match=r"point must be \(2, 3\) for Choice.*got \(2, 4\)"):
+        sx.project(sx.Choice(torch.zeros(2, 3)), torch.zeros(2, 4))
+
+
+def test_pairs_are_validated() -> None:
+    with pytest.raises(ValueError, match=r"Pair: .*nan"):
+        Pair(torch.tensor([0.0, torch.nan]), torch.tensor(0.0))
+
+
+# -- dense chains ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per_step", [False, True])
+def test_best_tags_by_the_definition(per_step: bool) -> None:
+    draw = torch.Generator().manual_seed(0)
+    transition = torch.randn((2, 1, 4, 3, 3) if per_step else (3, 3), generator=draw)
+    ends = {name: torch.randn(3, generator=draw) for name in ("start", "end")}
+    lengths = torch.tensor([[5, 1, 3], [2, 4, 5]])
+    if per_step:
+        transition = transition.expand(2, 3, 4, 3, 3)
+    chain = sx.LinearChain(
+        torch.randn(2, 3, 5, 3, generator=draw), transition, **ends, lengths=lengths
+    )
+    with sx.backend("naive"):
+        found = chain.argmax()
+    torch.testing.assert_close(found, chain.argmax())
+    for item in [(0, 0), (0, 1), (1, 1)]:
+        one = chain[item]
+        best = max(one.score(z).item() for z in one.enumerate_support())
+        assert one.score(found[item]).item() == pytest.approx(best)
+
+
+# -- what a start, a tolerance and an empty batch do ----------------------------------------------
+
+
+def best_of_each_row(scores: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).to(scores)
+
+
+def test_a_warm_start_asks_the_oracle_once() -> None:
+    scores = torch.tensor([[0.0, 0.3, -0.1, 0.2], [5.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    cold = sx.sparsemap_oracle(best_of_each_row, scores)
+    warm = sx.sparsemap_oracle(best_of_each_row, scores, init=cold)
+    assert warm.iterations.tolist() == [1, 1] and cold.iterations[0] > 1
+    torch.testing.assert_close(warm.probs.sort().values, cold.probs.sort().values)
+
+
+def test_default_tolerances() -> None:
+    wanted = {"active-set": 1e-10, "away": 1e-6, "pairwise": 1e-6, "frank-wolfe": 1e-6}
+    assert {m: _checked_options("f", m, 1, None) for m in wanted} == wanted
+
+
+@pytest.mark.parametrize("method", ["active-set", "away"])
+def test_sparsemap_of_no_items(method: str) -> None:
+    result = sx.sparsemap_oracle(best_of_each_row, torch.zeros(0, 3), method=method)
+    assert result.structures.shape == (0, 1, 3) and result.marginals.shape == (0, 3)
+
+
+# -- grammars --------------------------------------------------------------------------------------
+
+
+def grammar(scale: float, rank: int = 3, N: int = 2, P: int = 3, n: int = 4) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    sizes = [(2, N), (2, N + P, rank), (2, N + P, rank), (2, N, rank), (2, n, P)]
+    return [scale * torch.randn(size, generator=draw, dtype=torch.float64) for size in sizes]
+
+
+def dense(root, left, right, parent, emission, **options) -> sx.PCFG:
+    terms = parent[:, :, None, None] + left[:, None, :, None] + right[:, None, None]
+    return sx.PCFG(root, terms.logsumexp(-1), emission, **options)
+
+
+@pytest.mark.parametrize("scale", [1.0, 500.0])  # far apart, exponentials of all but one are 0
+def test_low_rank_grammars_are_grammars(scale: float) -> None:
+    parts = grammar(scale)
+    lengths = torch.tensor([4, 3])
+    found = sx.PCFG.low_rank(*parts, lengths=lengths)
+    wanted = dense(*parts, lengths=lengths)
+    torch.testing.assert_close(found.log_partition(), wanted.log_partition())
+    torch.testing.assert_close(found.marginals(), wanted.marginals())
+
+
+@pytest.mark.parametrize("backend", ["cpu", "naive"])
+def test_grammars_at_a_temperature(backend: str) -> None:
+    root, left, right, parent, emission = grammar(1.0)
+    hot = dense(root, left, right, parent, emission)
+    rules = hot.rules
+    with sx.backend(backend):
+        found = sx.PCFG(root, rules, emission, smoothing=sx.Shannon(0.3)).log_partition()
+        wanted = sx.PCFG(root / 0.3, rules / 0.3, emission / 0.3).log_partition()
+    torch.testing.assert_close(found, 0.3 * wanted)
