@@ -87,7 +87,7 @@ def _with_safe_cache(made: Any) -> Any:
 def in_python(plain: Callable[..., Any]) -> Callable[..., Any]:
     """With the JIT off (``NUMBA_DISABLE_JIT=1``), where kernels run as Python, ``plain`` runs in
     the place of an intrinsic, which is nothing but instructions for the compiler."""
-    return lambda compiled: plain if numba.config.DISABLE_JIT else compiled
+    return lambda compiled: plain if numba.config.DISABLE_JIT else compiled  # type: ignore[attr-defined]
 
 
 @intrinsic

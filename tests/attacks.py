@@ -286,7 +286,9 @@ def poison(case: Case) -> Any:
             continue
         rows = t.clone()
         for row, item in zip(rows if base.batch_shape else rows[None], case.items, strict=True):
-            row[(item.counts[name] == 0).all(0)] = nan
+            unused = (item.counts[name] == 0).all(0)
+            if not bool(unused.all()):  # as transitions of one position: they are no padding
+                row[unused] = nan
         changed[name] = rows
     return construct(base, changed)
 

@@ -219,6 +219,32 @@ def test_gpu_out_of_memory_in_a_step(tmp_path: Path) -> None:
     assert Trainer(Toy(), ToyConfig(**SMALL), tmp_path, True, crew, silent=True).fit()["steps"] == 6
 
 
+# -- Ctrl-C ---------------------------------------------------------------------------------------
+
+
+def test_interrupted_in_a_kernel(tmp_path: Path) -> None:
+    """A signal in the middle of a solve is an exception after it, not a crash."""
+    tree = sx.DependencyTree(torch.randn(61, 61, generator=torch.Generator().manual_seed(0)))
+    tree.sparsemap()
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    def work() -> int:
+        signal.signal(signal.SIGALRM, interrupt)
+        caught = 0
+        for i in range(30):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.001 * (1 + i))
+                tree.sparsemap()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                caught += 1
+        return 0 if caught else 1
+
+    assert in_child(work) == 0
+
+
 # -- numba's cache --------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from structmax.structures.parts import PartStructure
 from structmax.structures.spanning_tree import SpanningTree
 
 STEPS = 20  # about as many times is an oracle asked for an item
-Run = Callable[[int, int, compiled.Problem], compiled.Found]
+Run = Callable[[int, int, compiled.Problem], tuple]  # of what Found holds
 
 
 def solve(
@@ -50,7 +50,10 @@ def solve(
     chunks: dict[int, compiled.Found] = {}
 
     def task(low: int, high: int) -> None:
-        chunks[low] = run(low, high, problem)
+        try:
+            chunks[low] = compiled.Found(*run(low, high, problem))
+        except SystemError as error:  # Ctrl-C came meanwhile, and numba gave a result besides
+            raise (error.__cause__ or error) from None
 
     if items:
         run_chunks(task, items, STEPS * work)

@@ -141,9 +141,13 @@ def _close(s: Any, out: Any, item: int, at: Any) -> Any:
 
 @kernel(inner=True)
 def _trimmed(out: Any, at: Any) -> Any:
-    """Without the room that is left."""
+    """What ``Found`` holds, without the room that is left.
+
+    As a plain tuple: where a signal comes during a kernel, such as Ctrl-C, numba crashes the
+    process when it makes a named one for Python.
+    """
     row, entry = at
-    return Found(
+    return (
         out.count,
         out.gap,
         out.steps,

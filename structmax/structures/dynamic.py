@@ -175,7 +175,10 @@ class DynamicStructure(PartStructure):
             use = self._edge_use(z)
         q = self._backpointers()
         q = q.expand(*batch, q.shape[-1]).reshape(use.shape)
-        return _sum_log(q, use).reshape(batch).to(self._parts()[0].dtype)
+        log_prob = _sum_log(q, use).reshape(batch).to(self._parts()[0].dtype)
+        with torch.no_grad():
+            nothing = self.log_partition() == -math.inf  # an item without a structure
+        return torch.where(nothing, -math.inf, log_prob)
 
     def _backpointers(self) -> Tensor:
         """q ``(*batch, e)`` at every node of the forest, by the naive engine, differentiable."""

@@ -150,7 +150,7 @@ def _best(reached: Tensor, k: int, keys: Tensor | None) -> tuple[Tensor, Tensor]
     the best."""
     count = reached.shape[1]
     if keys is None:
-        return reached.topk(min(k, count))  # type: ignore[return-value]
+        return reached.topk(min(k, count))
     # each of at most k beams goes on to a key once, so of the k² best k are different
     best, at = reached.topk(min(k * k, count))
     keys = keys.gather(1, at)

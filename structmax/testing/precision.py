@@ -61,17 +61,18 @@ def gradient(function: Callable[..., Tensor]) -> Answer:
 
 
 def _structures() -> Iterator[tuple[str, Op]]:
+    dependency: Any = sx.DependencyTree  # abstract: it chooses the class of its trees
     table: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], str]] = {
         "LinearChain": (sx.LinearChain, ((4, 64, 16), (16, 16)), "chain-step"),
         "SemiMarkov": (sx.SemiMarkov, ((4, 40, 8, 4),), "semi-markov"),
         "BinaryTree": (sx.BinaryTree, ((4, 40, 40),), "binary-tree"),
         "PCFG": (sx.PCFG, ((4, 6), (4, 6, 12, 12), (4, 20, 6)), "pcfg"),
         "DependencyTree, projective": (
-            partial(sx.DependencyTree, projective=True),
+            partial(dependency, projective=True),
             ((4, 41, 41),),
             "projective",
         ),
-        "DependencyTree": (sx.DependencyTree, ((4, 41, 41),), "nonprojective"),
+        "DependencyTree": (dependency, ((4, 41, 41),), "nonprojective"),
         "SpanningTree": (sx.SpanningTree, ((4, 40, 40),), "spanning-tree"),
         "Alignment, dtw": (sx.Alignment, ((4, 64, 64),), "dtw"),
         "Alignment, edit": (lambda x: sx.Alignment(x, kind="edit"), ((4, 64, 64),), "edit"),
@@ -85,7 +86,6 @@ def _structures() -> Iterator[tuple[str, Op]]:
         chain = partial(sx.LinearChain, smoothing=omega)
         name = f"LinearChain, {type(omega).__name__}: marginals"
         yield name, Op(partial(_ask, chain, "marginals"), ((4, 32, 8), (8, 8)))
-    dependency: Any = sx.DependencyTree
     yield "BinaryTree: sparsemap", Op(partial(_ask, sx.BinaryTree, "sparsemap"), ((4, 12, 12),))
     yield "DependencyTree: sparsemap", Op(partial(_ask, dependency, "sparsemap"), ((4, 13, 13),))
 
