@@ -16,14 +16,12 @@ from attacks import ATTACKS, NUMBERS, case_of, tensors, truths
 from queries import NEEDS, QUERIES, REFUSES, WITH_GRAPH, Tolerance
 from table import ROWS, STRUCTURES
 
+# of the normal suite: one row for each kind of kernel
 MAIN = {
-    "choice/shannon", "chain-shared/shannon", "chain-one-tag/shannon", "binary-tree/shannon",
-    "projective-siblings/shannon", "semi-markov-transition/shannon", "pcfg/shannon",
-    "dtw-moves/shannon", "edit/shannon", "monotone/shannon", "ctc/shannon", "hyperpath/shannon",
-    "subset-between/shannon", "assignment-padded/shannon", "nonprojective/shannon",
-    "nonprojective-labelled/shannon-0.5", "spanning-tree/shannon", "hmm/shannon", "grid-all/hard",
+    "choice/shannon", "chain-shared/shannon", "binary-tree/shannon", "dtw-moves/shannon",
+    "subset-between/shannon", "assignment-padded/shannon", "nonprojective/shannon", "grid-all/hard",
+    "chain-shared/gini",
 }  # fmt: skip
-SMOOTHED = {"chain-shared/gini", "path/tsallis-1.3", "grid-8/hard"}
 
 
 def pairs() -> list[Any]:
@@ -34,8 +32,8 @@ def pairs() -> list[Any]:
         structure, kind = row.split("/")
         usual = kind == "shannon" or structure not in STRUCTURES
         for attack in ATTACKS if usual else NUMBERS:
-            fast = row in MAIN or row in SMOOTHED
-            out.append(pytest.param(row, attack, marks=[] if fast else [pytest.mark.slow]))
+            marks = [] if row in MAIN else [pytest.mark.slow]
+            out.append(pytest.param(row, attack, marks=marks))
     return out
 
 

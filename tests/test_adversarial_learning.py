@@ -32,7 +32,7 @@ STRUCTURES = {
     "assignment-padded/shannon", "spanning-tree/shannon", "hyperpath/shannon", "pcfg/shannon",
     "semi-markov-transition/shannon", "grid-8/shannon", "path/shannon", "edit/shannon",
 }  # fmt: skip
-FAST = {"chain-shared/shannon", "nonprojective/shannon"}
+FAST = {"chain-shared/shannon"}
 NAIVE = ("shift+1e4", "spread-1e6", "forbidden-at-random", "inference-mode")
 # memory concerns an estimator through the queries it asks, so one attack stands for the others
 ON_ESTIMATORS = (

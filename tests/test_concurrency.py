@@ -385,7 +385,10 @@ def test_all_kinds_of_work_in_eight_threads_for_a_minute(threads) -> None:
     print(everything_in_threads(60.0), "jobs")
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    "row",
+    [r if r.endswith("/shannon") else pytest.param(r, marks=pytest.mark.slow) for r in ROWS],
+)
 def test_deterministic_algorithms(row: str, threads) -> None:
     """With them demanded every query and gradient works, and gives the same bits on 1, 2 and 3
     threads."""

@@ -344,3 +344,35 @@ def test_grammars_at_a_temperature(backend: str) -> None:
         found = sx.PCFG(root, rules, emission, smoothing=sx.Shannon(0.3)).log_partition()
         wanted = sx.PCFG(root / 0.3, rules / 0.3, emission / 0.3).log_partition()
     torch.testing.assert_close(found, 0.3 * wanted)
+
+
+# -- factor graphs ---------------------------------------------------------------------------------
+
+
+def test_rounds_of_messages_are_counted() -> None:
+    graph = sx.FactorGraph()
+    ids = graph.variables(torch.tensor([0.3, -0.2, 0.5]))
+    for pair in ([0, 1], [1, 2], [2, 0]):
+        graph.at_most_one(ids[torch.tensor(pair)])
+    assert graph.marginals(rounds=3, tol=1e-300).iterations == 3
+
+
+def test_a_factor_of_another_batch_is_refused() -> None:
+    graph = sx.FactorGraph()
+    ids = graph.variables(torch.zeros(2, 3), batch_dims=1)
+    with pytest.raises(ValueError, match=r"must be \(2,\), got \(5,\)"):
+        graph.factor(sx.Choice(torch.zeros(5, 3)), ids)
+
+
+# -- transforms of queries -------------------------------------------------------------------------
+
+
+def test_discrete_queries_under_vmap() -> None:
+    scores = torch.randn(3, 2, 5, 5)
+    trees = sx.BinaryTree(scores)
+    mapped = torch.vmap(lambda x: sx.BinaryTree(x, validate_args=False).argmax())(scores)
+    torch.testing.assert_close(mapped, trees.argmax())
+    mapped = torch.vmap(lambda x: sx.BinaryTree(x, validate_args=False).topk(3).scores)(scores)
+    torch.testing.assert_close(mapped, trees.topk(3).scores)
+    mapped = torch.vmap(lambda x: sx.BinaryTree(x, validate_args=False).max_marginals())(scores)
+    torch.testing.assert_close(mapped, trees.max_marginals())

@@ -182,7 +182,7 @@ def test_summaries_are_read(tmp_path: Path) -> None:
     for line, words in [
         ("{", "not JSON"),
         ('{"document": "a"}', "document and summary"),
-        ('{"document": 3, "summary": "a"}', "document and summary"),
+        ('{"document": 3, "summary": "a"}', "no text as document"),
         ('{"document": " ", "summary": "a"}', "an empty document"),
     ]:
         path.write_text(f"{row}\n{line}\n")

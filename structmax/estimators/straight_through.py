@@ -6,21 +6,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from structmax.estimators.base import (
-    Estimator,
-    at_least,
-    one_of,
-    refuse_nothing,
-    straight,
-    surrogate,
-    wide,
-)
+from structmax.estimators import base
 from structmax.structures.base import Structure
 from structmax.structures.incremental import Incremental
 
 
 @dataclass
-class StraightThrough(Estimator):
+class StraightThrough(base.Estimator):
     """z = argmax(θ), with the gradient of something smoother in its place:
 
     - ``backward="identity"``: that of θ, so ∂L/∂z itself (Hinton 2012; Bengio, Léonard & Courville
@@ -32,12 +24,11 @@ class StraightThrough(Estimator):
       word), as if there were no structure; an error where there are no such groups. Scores of
       additional parts get none.
     - ``"beam"``: that of the mean of the k best structures under p ∝ exp(score/γ) among them, for
-      additional parts too. Needs topk instead of argmax.
+      additional parts too. Needs topk alone.
 
     Biased: argmax has no gradient, and this is that of another function. Structures built by a
     policy have no argmax: with ``"identity"`` and ``"softmax"`` the best action is taken at each
-    step, with that gradient for each; with ``"beam"`` z is the best of a beam search. Needs argmax,
-    and marginals for the second.
+    step, with that gradient; with ``"beam"`` z is the best of a beam. Needs argmax or as above.
 
     Args:
         backward: see above
@@ -58,8 +49,8 @@ class StraightThrough(Estimator):
     needs = frozenset(["argmax"])
 
     def __post_init__(self) -> None:
-        one_of(self, "backward", ("identity", "marginals", "softmax", "beam"))
-        at_least(self, "k", 1)
+        base.one_of(self, "backward", ("identity", "marginals", "softmax", "beam"))
+        base.at_least(self, "k", 1)
         more = {"marginals": ["argmax", "marginals"], "beam": ["topk"]}
         self.needs = frozenset(more.get(self.backward, ["argmax"]))
 
@@ -73,17 +64,17 @@ class StraightThrough(Estimator):
             return self._over_beam(structure)
         if isinstance(structure, Incremental) and self.backward != "marginals":
             return structure.straight_through("argmax", backward=self.backward).z
-        return surrogate(structure, structure.argmax(), self._pullback)
+        return base.surrogate(structure, structure.argmax(), self._pullback)
 
     def _pullback(self, structure: Structure, z: Tensor, g: Tensor) -> Tensor:
         if self.backward == "identity":
-            return straight(structure, g)
+            return base.straight(structure, g)
         smooth = structure.marginals if self.backward == "marginals" else structure.local_softmax
         return smooth() * g
 
     def _over_beam(self, structure: Structure) -> Tensor:
-        best, at = structure.topk(self.k), len(structure.batch_shape)
-        refuse_nothing(self, structure, best.scores[..., 0])
-        p = (best.scores / structure.temperature).softmax(-1)
-        mean = (wide(p, structure).to(best.structures.dtype) * best.structures.detach()).sum(at)
-        return best.structures.select(at, 0).detach() + (mean - mean.detach())
+        (every, scores, _), at = structure.topk(self.k), len(structure.batch_shape)
+        base.refuse_nothing(self, structure, scores[..., 0])
+        p = base.wide((scores / structure.temperature).softmax(-1), structure).to(every.dtype)
+        mean = (p * every.detach()).sum(at)
+        return every.select(at, 0).detach() + (mean - mean.detach())

@@ -53,7 +53,10 @@ def solve(
         try:
             chunks[low] = compiled.Found(*run(low, high, problem))
         except SystemError as error:  # Ctrl-C came meanwhile, and numba gave a result besides
-            raise (error.__cause__ or error) from None
+            first: BaseException = error
+            while first.__cause__ is not None:
+                first = first.__cause__
+            raise first from None
 
     if items:
         run_chunks(task, items, STEPS * work)

@@ -31,7 +31,7 @@ OPERATORS = {
     ast.FloorDiv: ("//", "*"), ast.Mod: ("%", "*"), ast.Pow: ("**", "*"), ast.BitAnd: ("&", "|"),
     ast.BitOr: ("|", "&"), ast.LShift: ("<<", ">>"), ast.RShift: (">>", "<<"),
 }  # fmt: skip
-SYMMETRIC = {"max", "min", "isinstance", "logaddexp", "maximum", "minimum", "setattr"}
+SYMMETRIC = {"max", "min", "transpose", "isinstance", "logaddexp", "maximum", "minimum", "setattr"}
 
 
 @dataclass(frozen=True)
