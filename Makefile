@@ -74,5 +74,6 @@ audit: $(VENV)/.extra-test $(VENV)/.extra-docs $(VENV)/.extra-browser
 	$(BIN)/pip-audit --progress-spinner off --skip-editable
 
 clean:
-	rm -rf $(VENV) docs/_build docs/_static docs/tutorials/[0-9]*.md build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) docs/_build docs/tutorials/[0-9]*.md build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find docs/_static -mindepth 1 -maxdepth 1 ! -name explore -exec rm -rf {} +
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -173,6 +173,22 @@ def test_matrix_is_what_the_table_of_tests_has(monkeypatch: pytest.MonkeyPatch) 
     assert chain[1] == "●"
 
 
+def test_tables_of_results_are_those_of_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    from pictures import results
+
+    pages = sorted((DOCS / "results").glob("*.md"))
+    assert pages == [file.with_suffix(".md") for file in sorted((DOCS / "results").glob("*.json"))]
+    for path in pages:
+        text = path.read_text(encoding="utf-8")
+        tables = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        assert results.page(text, tables) == text, f"run docs/pictures/results.py: {path.name}"
+    with pytest.raises(ValueError, match="its JSON file"):
+        results.page("no table", {"one": {}})
+    with pytest.raises(ValueError, match="a row more"):
+        results.table("one", {"columns": ["a"], "rows": [["1", "2"]]})
+
+
 def test_benchmark_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(DOCS))
     from pictures import benchmarks

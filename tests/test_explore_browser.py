@@ -1,7 +1,7 @@
 """The explorer in chromium: what is moved changes pictures and numbers, which the library gives.
 
-``SCREENSHOTS=docs/screenshots pytest -m browser tests/test_explore_browser.py`` keeps the pictures
-of the pages.
+``SCREENSHOTS=docs/_static/explore pytest -m browser tests/test_explore_browser.py`` keeps the
+pictures of the pages.
 """
 
 from __future__ import annotations
