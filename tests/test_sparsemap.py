@@ -507,6 +507,11 @@ def test_users_oracle(method: str) -> None:
         assert bool((warm.iterations <= 2).all())
 
 
+def test_users_oracle_of_an_empty_batch() -> None:
+    result = sx.sparsemap_oracle(lambda s: s.softmax(-1).round(), torch.zeros(0, 4))
+    assert result.marginals.shape == (0, 4) and result.probs.shape[0] == 0
+
+
 def test_users_oracle_that_wants_items() -> None:
     x, sizes, seen = 0.1 * randn(3, 2, 5), torch.tensor([1, 1, 5, 1, 4, 5]), []
 

@@ -101,7 +101,10 @@ def sparsemap_oracle(
     """
     owner = "sparsemap_oracle"
     tol = _checked_options(owner, method, max_iter, tol)
-    checks.scores(owner, "scores", scores, batch_dims + 1, "(*batch, *parts)")
+    parts = scores.dim() - batch_dims if isinstance(scores, Tensor) else 1
+    checks.scores(
+        owner, "scores", scores, parts if parts > 0 else batch_dims + 1, "(*batch, *parts)"
+    )
     if checks.can_look():
         checks.values(owner, {"scores": (scores, None)})
     batch, event = scores.shape[:batch_dims], scores.shape[batch_dims:]
