@@ -16,11 +16,10 @@ from attacks import ATTACKS, NUMBERS, case_of, tensors, truths
 from queries import NEEDS, QUERIES, REFUSES, WITH_GRAPH, Tolerance
 from table import ROWS, STRUCTURES
 
-# of the normal suite: one row for each kind of kernel
+# of the normal suite; all others are slow
 MAIN = {
-    "choice/shannon", "chain-shared/shannon", "binary-tree/shannon", "dtw-moves/shannon",
-    "subset-between/shannon", "assignment-padded/shannon", "nonprojective/shannon", "grid-all/hard",
-    "chain-shared/gini",
+    "chain-shared/shannon", "binary-tree/shannon", "subset-between/shannon",
+    "nonprojective/shannon",
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ Transitions, start and end have a batch dimension of 1 where all items share the
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -657,13 +658,23 @@ def _inputs(
     return u, T, first, last, _integers(lengths)
 
 
+def _apart(*shape: int, dtype: Any = np.float64) -> NDArray:
+    """An uninitialised array that no other is near.
+
+    A compiled loop first asks whether its arrays lie within a vector of each other, and if so adds
+    up in another order: the last bit must not depend on who is a neighbour on the heap.
+    """
+    gap, size = 512, math.prod(shape) * np.dtype(dtype).itemsize
+    return np.empty(size + 2 * gap, np.uint8)[gap : gap + size].view(dtype).reshape(shape)
+
+
 def _forward_space(u: NDArray, steps: int) -> tuple[NDArray, ...]:
     """Room for all that ``forward`` makes; kernels that allocate nothing compile sooner."""
     n, c = u.shape[1:]
     slots = max(1, steps)
-    W, P, E = (np.empty(shape, u.dtype) for shape in ((n, c), (n + 7, c), (slots, c, c)))
-    row, total = np.empty((2, c), u.dtype)
-    return W, P, E, E.reshape(slots, c * c), np.empty((slots, 2)), np.empty((n, 2)), row, total
+    shapes = (n, c), (n + 7, c), (slots, c, c), (c,), (c,)
+    W, P, E, row, total = (_apart(*shape, dtype=u.dtype) for shape in shapes)
+    return W, P, E, E.reshape(slots, c * c), _apart(slots, 2), _apart(n, 2), row, total
 
 
 def _flat(T: NDArray) -> NDArray:
@@ -730,8 +741,8 @@ def _gradient(inputs: tuple[NDArray, ...], steps: int) -> tuple[NDArray, ...]:
         if steps > 1:
             gradients(low, high, *given, *space)
         else:
-            R, (block, transposed) = np.empty((n + 7, c), dtype), np.empty((2, c, c), dtype)
-            shared_gradients(low, high, *given, *space, R, block, transposed)
+            more = (_apart(*shape, dtype=dtype) for shape in ((n + 7, c), (c, c), (c, c)))
+            shared_gradients(low, high, *given, *space, *more)
 
     run_chunks(task, B, 2 * n * c * c)
     left = ~(outputs[0] > -np.inf)
