@@ -20,7 +20,7 @@ def can_look() -> bool:
     """Whether values may be read on the host now."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def scores(owner: str, name: str, tensor: Tensor, dims: int, shape: str) -> None:

@@ -1,18 +1,26 @@
-"""Launches every Triton kernel of the package at odd sizes, for a sanitizer to watch::
+"""Launches every Triton kernel of the package at odd sizes, under NVIDIA's compute-sanitizer::
 
-    compute-sanitizer --tool memcheck python tests/sanitize.py
-    compute-sanitizer --tool racecheck python tests/sanitize.py
+    python tests/sanitize.py memcheck        (or racecheck, initcheck, synccheck)
+    python tests/sanitize.py                 without a sanitizer
 
-It ends with the kernels that were launched, and fails if one of the package was not.
+A sanitizer makes everything slow, so ``--jobs`` processes share the work. The command fails if a
+sanitizer found something, a computation failed, or a kernel of the package was not launched.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import os
+import re
+import shutil
+import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,77 +79,133 @@ def watch() -> None:
         cls.__getitem__ = note
 
 
-def structures() -> None:
-    for row in STRUCTURES:
-        torch.manual_seed(0)
-        s: Any = ROWS[row]().to(DEVICE)
-        for query in QUERIES:
-            if s.supports(query):
-                getattr(s, query)()
-        names = [name for name, (t, _) in s._tensors().items() if t.is_floating_point()]
-        tensors = {name: t.detach() for name, (t, _) in s._tensors().items()}
-        leaves = [tensors[name].requires_grad_() for name in names]
-        if not row.endswith("hard"):
-            t = s._rebuild(**tensors)
-            (t.marginals() ** 2).sum().backward(inputs=leaves)
-        print(row, flush=True)
-    for shape in ((3, 7, 5), (2, 9, 33)):
-        unary, transition = torch.randn(*shape), torch.randn(shape[-1], shape[-1])
-        chain = sx.LinearChain(unary.to(DEVICE), transition.to(DEVICE))
-        chain.marginals(), chain.argmax_tags(), chain.sample()
-    for n in (5, 17):
-        scores = torch.randn(3, n + 1, n + 1, device=DEVICE)
-        tree = sx.DependencyTree(scores, torch.tensor([n, 3, 1], device=DEVICE))  # type: ignore[abstract]
-        tree.argmax(), tree.marginals(), tree.sparsemap(max_iter=5)
-        sx.Assignment(torch.randn(3, n, n + 2, device=DEVICE)).argmax()
-    sx.LinearChain(
-        torch.randn(3, 7, 5, device=DEVICE), torch.randn(5, 5, device=DEVICE)
-    ).sparsemap()
+# -- the computations ------------------------------------------------------------------------------
 
 
-def maps() -> None:
-    for rows, width in ((3, 7), (5, 131), (2, 1025)):
-        for name in ("softmax", "sparsemax", "fusedmax", "oscarmax", "normmax", "budgetmax"):
-            x = torch.randn(rows, width, device=DEVICE, requires_grad=True)
-            extra = OPTIONS.get(name, ())
-            (getattr(sx, name)(x, *extra) ** 2).sum().backward()
-        for alpha in (1.25, 1.5, 1.7, 3.0, torch.full((rows, 1), 1.4, device=DEVICE)):
-            x = torch.randn(rows, width, device=DEVICE, requires_grad=True)
-            (sx.entmax(x, alpha) ** 2).sum().backward()
+def structure(row: str) -> None:
+    s: Any = ROWS[row]().to(DEVICE)
+    for query in QUERIES:
+        if s.supports(query):
+            getattr(s, query)()
+    names = [name for name, (t, _) in s._tensors().items() if t.is_floating_point()]
+    tensors = {name: t.detach() for name, (t, _) in s._tensors().items()}
+    leaves = [tensors[name].requires_grad_() for name in names]
+    if not row.endswith("hard"):
+        t = s._rebuild(**tensors)
+        (t.marginals() ** 2).sum().backward(inputs=leaves)
+
+
+def chain(batch: int, n: int, c: int) -> None:
+    unary, transition = torch.randn(batch, n, c), torch.randn(c, c)
+    s = sx.LinearChain(unary.to(DEVICE), transition.to(DEVICE))
+    s.marginals(), s.argmax_tags(), s.sample()
+    if c < 8:
+        s.sparsemap()
+
+
+def tree(n: int) -> None:
+    scores = torch.randn(3, n + 1, n + 1, device=DEVICE)
+    s = sx.DependencyTree(scores, torch.tensor([n, 3, 1], device=DEVICE))  # type: ignore[abstract]
+    s.argmax(), s.marginals(), s.sparsemap(max_iter=5)
+    sx.Assignment(torch.randn(3, n, n + 2, device=DEVICE)).argmax()
+
+
+def maps(rows: int, width: int) -> None:
+    for name in ("softmax", "sparsemax", "fusedmax", "oscarmax", "normmax", "budgetmax"):
         x = torch.randn(rows, width, device=DEVICE, requires_grad=True)
-        bounds = torch.full((rows, width), 0.4, device=DEVICE)
-        (sx.csparsemax(x, bounds) ** 2).sum().backward()
-        (sx.csoftmax(x, bounds) ** 2).sum().backward()
-        print("maps", rows, width, flush=True)
+        extra = OPTIONS.get(name, ())
+        (getattr(sx, name)(x, *extra) ** 2).sum().backward()
+    for alpha in (1.25, 1.5, 1.7, 3.0, torch.full((rows, 1), 1.4, device=DEVICE)):
+        x = torch.randn(rows, width, device=DEVICE, requires_grad=True)
+        (sx.entmax(x, alpha) ** 2).sum().backward()
+    x = torch.randn(rows, width, device=DEVICE, requires_grad=True)
+    bounds = torch.full((rows, width), 0.4, device=DEVICE)
+    (sx.csparsemax(x, bounds) ** 2).sum().backward()
+    (sx.csoftmax(x, bounds) ** 2).sum().backward()
 
 
-def alignments() -> None:
-    for n, m in ((7, 5), (33, 70)):
-        x = torch.randn(3, n, 2, device=DEVICE, requires_grad=True)
-        y = torch.randn(3, m, 2, device=DEVICE)
-        (g,) = torch.autograd.grad(sx.losses.SoftDTW(gamma=0.5)(x, y).sum(), x, create_graph=True)
-        g.square().sum().backward()
-        print("soft-dtw", n, m, flush=True)
+def soft_dtw(n: int, m: int) -> None:
+    x = torch.randn(3, n, 2, device=DEVICE, requires_grad=True)
+    y = torch.randn(3, m, 2, device=DEVICE)
+    (g,) = torch.autograd.grad(sx.losses.SoftDTW(gamma=0.5)(x, y).sum(), x, create_graph=True)
+    g.square().sum().backward()
 
 
-def main() -> int:
+WORK: dict[str, Callable[[], None]] = {
+    **{row: partial(structure, row) for row in STRUCTURES},
+    **{f"chain {size}": partial(chain, *size) for size in ((3, 7, 5), (2, 9, 33))},
+    **{f"tree {n}": partial(tree, n) for n in (5, 17)},
+    **{f"maps {size}": partial(maps, *size) for size in ((3, 7), (5, 131), (2, 1025))},
+    **{f"soft-DTW {size}": partial(soft_dtw, *size) for size in ((7, 5), (33, 70))},
+}
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+def work(names: list[str]) -> int:
+    """Runs some of the computations in this process."""
     watch()
-    broken, began = 0, time.time()
-    with sx.backend("gpu"):
-        for part in (structures, maps, alignments):
-            try:
-                part()
-            except Exception:
-                broken += 1
-                traceback.print_exc()
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    missing = kernels() - launched
-    print(f"{len(launched)} kernels launched in {time.time() - began:.0f} s (triton "
-          f"{triton.__version__}): {' '.join(sorted(launched))}")  # fmt: skip
-    print(f"not launched: {' '.join(sorted(missing)) or 'none'}")
-    return 1 if broken or missing else 0
+    broken = 0
+    for name in names:
+        torch.manual_seed(0)
+        began = time.time()
+        try:
+            with nullcontext() if DEVICE == "cuda" else sx.backend("gpu"):
+                WORK[name]()
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+            print(f"done: {name}, {time.time() - began:.0f} s", flush=True)
+        except Exception:
+            broken += 1
+            traceback.print_exc()
+    print("launched:", *sorted(launched), flush=True)
+    return 1 if broken else 0
+
+
+def share(tool: str | None, jobs: int) -> int:
+    """Runs all of them in several processes, each under the sanitizer."""
+    began = time.time()
+    command = [sys.executable, __file__, "--only"]
+    if tool:
+        sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+        only = f"regex=^({'|'.join(kernels())})$"  # torch's own kernels are not what is asked
+        command = [
+            sanitizer,
+            "--tool",
+            tool,
+            "--error-exitcode",
+            "9",
+            "--kernel-name",
+            only,
+            *command,
+        ]
+    parts = [list(WORK)[i::jobs] for i in range(jobs)]
+    processes = [
+        subprocess.Popen([*command, *part], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for part in filter(None, parts)
+    ]
+    texts = []
+    for process in processes:
+        texts.append(process.communicate()[0].decode())
+        print(texts[-1], flush=True)
+    text = "\n".join(texts)
+    seen = {name for line in re.findall("(?m)^launched:(.*)", text) for name in line.split()}
+    finished = len(re.findall("(?m)^done:", text))
+    missing = kernels() - seen
+    print(
+        f"{tool or 'no sanitizer'}, triton {triton.__version__}: {finished} of {len(WORK)} "
+        f"computations, {len(kernels() & seen)} of {len(kernels())} kernels launched, exit codes "
+        f"{sorted({p.returncode for p in processes})}, {time.time() - began:.0f} s"
+    )
+    print("not launched:", *(sorted(missing) or ["none"]))
+    return int(bool(missing) or finished < len(WORK) or any(p.returncode for p in processes))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tool", nargs="?", help="of compute-sanitizer")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--only", nargs="+", help="these computations, in this process")
+    given = parser.parse_args()
+    sys.exit(work(given.only) if given.only else share(given.tool, given.jobs))

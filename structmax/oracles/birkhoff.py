@@ -29,6 +29,14 @@ def _log_sum(x: Tensor, dim: int) -> Tensor:
     return torch.where(empty, 0.0, safe.logsumexp(dim))
 
 
+def _solve(matrix: Tensor, right: Tensor) -> Tensor:
+    """``torch.linalg.solve``; of large systems on the CPU one by one, because torch 2.13 with two
+    threads never returns from a batch of LU factorizations of 160 rows or more."""
+    if matrix.device.type != "cpu" or matrix.shape[-1] <= 128 or not len(matrix):
+        return torch.linalg.solve(matrix, right)
+    return torch.stack([torch.linalg.solve(*pair) for pair in zip(matrix, right, strict=True)])
+
+
 def _extended(
     scores: Tensor, cells: Tensor, spare: Tensor, rows: Tensor, columns: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,7 +88,7 @@ def sinkhorn(
     def newton(p: Tensor) -> Tensor:
         share = p / torch.where(a > 0, a, 1.0)[:, :, None]
         slope = p.sum(-2).diag_embed() - p.mT @ share
-        return torch.linalg.solve(slope + regular, b - p.sum(-2))
+        return _solve(slope + regular, b - p.sum(-2))
 
     def off(p: Tensor) -> Tensor:
         return (b - p.sum(-2)).abs().amax(-1)
