@@ -34,10 +34,15 @@ def soft_dtw(device: torch.device, batch: int, n: int, d: int, backward: bool = 
 
     def agree() -> None:
         answer = step(mine)
-        exact = mine(x.detach().double(), y.double())
+        x64, y64 = x.detach().double().requires_grad_(), y.double()
+        exact = mine(x64, y64)
         require_close("loss in float64", answer[0], exact, 1e-5)
-        for name, a, b in zip(["loss", "gradient"], answer, step(theirs), strict=False):
-            require_close(f"{name} of tslearn", a, b, 1e-3)
+        require_close("loss of tslearn", answer[0], step(theirs)[0], 1e-3)
+        if backward:
+            (gradient,) = torch.autograd.grad(exact.sum(), x64)
+            require_close("gradient in float64", answer[1], gradient, 1e-4)
+            # tslearn's has an error of 0.003 of its own at 400 steps, in float64 too
+            require_close("gradient of tslearn", answer[1], step(theirs)[1], 2e-2)
 
     contenders = [ours("", partial(step, mine))]
     if device.type == "cpu":

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import jit_off  # noqa: F401
 import pytest
+from _pytest.runner import runtestprotocol
 
 ROOT = Path(__file__).parents[1]
 # Many tests of one kind, which come last: most of what they reach was reached before.
@@ -42,6 +43,7 @@ class Share:
         self.saved = time.time()
         self.record = (folder / f"tests.{os.getpid()}").open("w")
 
+    @pytest.hookimpl(trylast=True)  # after those that are not asked for were left out
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if item.nodeid not in self.done]
         items.sort(key=lambda item: LAST.index(item.path.name) if item.path.name in LAST else -1)
@@ -49,7 +51,7 @@ class Share:
             item.stash[NUMBER] = i
         (self.folder / "count").write_text(str(len(items)))
 
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool:
         if time.time() > self.until:
             return True  # as if it had been run
         try:
@@ -61,7 +63,9 @@ class Share:
 
             Coverage.current().save()
             self.saved = time.time()
-        return None
+        # nobody knows which test this process takes next, so every fixture is torn down
+        runtestprotocol(item, nextitem=None)
+        return True
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item):

@@ -117,8 +117,9 @@ class Mapper:
         self.coverage = Coverage(data_file=None, include=include, config_file=False)
         self.coverage.start()
 
-    def pytest_runtest_protocol(self, item) -> bool | None:
+    def pytest_runtest_protocol(self, item) -> bool:
         import pytest
+        from _pytest.runner import runtestprotocol
 
         if time.time() > self.until:
             return True
@@ -129,7 +130,9 @@ class Mapper:
         self.coverage.switch_context(item.nodeid)
         signal.signal(signal.SIGALRM, lambda *_: pytest.skip("too slow for a mutant"))
         signal.setitimer(signal.ITIMER_REAL, 10)
-        return None
+        # nobody knows which test this process takes next, so every fixture is torn down
+        runtestprotocol(item, nextitem=None)
+        return True
 
     def pytest_runtest_logreport(self, report) -> None:
         if report.when == "call" and report.passed:
