@@ -38,6 +38,10 @@ class Solution(NamedTuple):
     """The same as lists of parts and a factor (``linear_cpu.Face``), where the solver is compiled;
     vertices and edges are then in the dtype of the structure, since nothing is computed from them.
     """
+    items: Tensor | None = None
+    """Items ``(b)`` whose face has more directions than the active structures show."""
+    rows: Tensor | None = None
+    """What spans all directions of their faces, ``(b, ·, d + e)``; see ``completion``."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class SparseMAPResult:
     ``marginals``, ``probs``, ``value`` and ``additional`` are differentiable in every score. μ is
     unique. The distribution need not be: several may have this mean, and ``probs`` is one of them,
     over structures none of which is an affine combination of the others (by ``"active-set"``). Its
-    derivatives are those with the active structures held fixed.
+    derivatives are those with the active structures held fixed. Those of μ are exact by
+    ``"active-set"``; by another method they are within the hull of the structures that it has met.
 
     >>> import torch, structmax as sx
     >>> result = sx.Choice(torch.tensor([-2.0, 0.0, 0.5])).sparsemap()

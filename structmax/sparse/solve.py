@@ -27,7 +27,7 @@ from torch import Tensor
 
 from structmax import checks
 from structmax.primitive import backend_for, is_transforming
-from structmax.sparse import active_set, conditional_gradient
+from structmax.sparse import active_set, completion, conditional_gradient
 from structmax.sparse.result import Solution, SparseMAPResult
 from structmax.sparse.support import Oracle
 from structmax.structures.parts import PartStructure
@@ -56,10 +56,16 @@ def sparsemap(
     if init is not None and init.edges.shape[-1] != sum(shape.numel() for shape in shapes[1:]):
         raise ValueError(f"{owner}: init has other additional parts than this structure.")
     tensors = structure._tensors()
+    watched = is_transforming(parts)
 
     def run(*plain: Tensor) -> Solution:
         same = structure._rebuild(**dict(zip(tensors, plain, strict=True))) if plain else structure
-        return _solve(same, method, max_iter, tol, init, penalize)
+        solution = _solve(same, method, max_iter, tol, init, penalize)
+        if not watched or method != "active-set":
+            return solution
+        theta = torch.cat(_flat(same._parts(), batch), -1)
+        width = theta.shape[-1] if penalize == "all" else structure.event_shape.numel()
+        return _completed(solution, _StructureOracle(same), theta, width, True)
 
     solution = _untracked(run, [t for t, _ in tensors.values()])
     value = torch.where(solution.gap.isnan(), -torch.inf, 0.0).reshape(batch)
@@ -111,11 +117,15 @@ def sparsemap_oracle(
     _check_init(owner, init, batch, event)
     wide = scores if scores.dtype.itemsize >= 4 else scores.float()
     given = wide.reshape(batch.numel(), event.numel()).double()
+    watched, parts = is_transforming([given]), event.numel()
 
     def run(*plain: Tensor) -> Solution:
         (theta,) = plain or (given.detach(),)
         oracle = _UserOracle(argmax_fn, event, torch.arange(len(theta), device=theta.device))
-        return _by_torch(method, oracle, theta, event.numel(), event.numel(), max_iter, tol, init)
+        solution = _by_torch(method, oracle, theta, parts, parts, max_iter, tol, init)
+        if not watched or method != "active-set":
+            return solution
+        return _completed(solution, oracle, theta, parts, False)
 
     solution = _untracked(run, [given])
     checks.feasible("sx", owner, torch.where(solution.gap.isnan(), -torch.inf, 0.0).reshape(batch))
@@ -230,6 +240,17 @@ def _by_torch(
     return conditional_gradient.solve(method, *args)
 
 
+def _completed(
+    solution: Solution, oracle: Oracle, theta: Tensor, width: int, at_once: bool
+) -> Solution:
+    """The solution with the rest of its faces, which its derivatives need."""
+    if not len(theta):
+        return solution
+    counts = torch.cat([solution.vertices, solution.edges.to(solution.vertices)], -1)
+    found = completion.complete(oracle, theta, counts, solution.probs, width, at_once)
+    return solution if found is None else solution._replace(items=found[0], rows=found[1])
+
+
 class _StructureOracle:
     """The argmax of a structure at other scores."""
 
@@ -248,7 +269,7 @@ class _StructureOracle:
 
     def keep(self, index: Tensor) -> _StructureOracle:
         if not self.structure.batch_shape:
-            return self
+            return _StructureOracle(self.structure.expand(index.shape)) if len(index) > 1 else self
         where = torch.unravel_index(index.cpu(), self.structure.batch_shape)
         return _StructureOracle(self.structure[where])
 
@@ -293,8 +314,8 @@ class _Untracked(torch.autograd.Function):
     """A computation on plain tensors inside a ``torch.func`` transform, without derivatives."""
 
     @staticmethod
-    def forward(run: Callable[..., Solution], *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(found for found in run(*tensors) if isinstance(found, Tensor))
+    def forward(run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        return run(*tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -310,7 +331,15 @@ def _untracked(run: Callable[..., Solution], tensors: Sequence[Tensor]) -> Solut
     if torch.compiler.is_compiling():
         return _uncompiled(run, tensors)
     if torch._C._are_functorch_transforms_active():
-        return Solution(*_Untracked.apply(run, *tensors))
+        names: list[str] = []
+
+        def known(*plain: Tensor) -> tuple[Tensor, ...]:
+            found = {k: t for k, t in run(*plain)._asdict().items() if isinstance(t, Tensor)}
+            names[:] = found
+            return tuple(found.values())
+
+        tensors_found = _Untracked.apply(known, *tensors)
+        return Solution(**dict(zip(names, tensors_found, strict=True)))
     with torch.no_grad():
         return run()
 
@@ -329,7 +358,17 @@ class _Answer(NamedTuple):
 def _attach(
     solution: Solution, theta: Sequence[Tensor], penalize_all: bool, independent: bool
 ) -> _Answer:
-    """The solution with its derivatives in the scores θ, each ``(B, *)``, primary ones first.
+    """The solution with its derivatives in the scores θ, each ``(B, *)``, primary ones first."""
+    answer = _on_active(solution, theta, penalize_all, independent)
+    if solution.items is None or solution.rows is None or not is_transforming(theta):
+        return answer
+    return _on_face(solution.items, solution.rows, theta, penalize_all, answer)
+
+
+def _on_active(
+    solution: Solution, theta: Sequence[Tensor], penalize_all: bool, independent: bool
+) -> _Answer:
+    """With the active structures held fixed.
 
     p is written as a linear function of the scores whose value is that of the solver: everything
     else, and every derivative, follows from it.
@@ -380,6 +419,22 @@ def _bordered(inverse: Tensor) -> Tensor:
     """Q from A⁻¹."""
     w = inverse.sum(-1, keepdim=True)
     return inverse - w @ w.mT / w.sum(1, keepdim=True)
+
+
+def _on_face(
+    items: Tensor, rows: Tensor, theta: Sequence[Tensor], penalize_all: bool, answer: _Answer
+) -> _Answer:
+    """Means and values of some items with the derivatives of their whole faces."""
+    scores = torch.cat([t[items] for t in theta], -1)
+    mean = torch.cat([m.detach()[items] for m in answer.means], -1)
+    met = (mean != 0) | (rows != 0).any(1)
+    scores = torch.where(met, scores, 0.0)  # what no structure of the face has may be anything
+    mean = mean + _mean((rows @ (scores - scores.detach())[..., None]).squeeze(-1), rows)
+    penalised = mean if penalize_all else mean[:, : theta[0].shape[-1]]
+    value = (scores * mean).sum(-1) - penalised.square().sum(-1) / 2
+    pieces = mean.split([m.shape[-1] for m in answer.means], -1)
+    means = [m.index_copy(0, items, new) for m, new in zip(answer.means, pieces, strict=True)]
+    return _Answer(answer.probs, means, answer.value.index_copy(0, items, value))
 
 
 def _result(

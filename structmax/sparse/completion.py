@@ -1,0 +1,139 @@
+"""The rest of a face: directions that derivatives need and weights do not show.
+
+The Jacobian of SparseMAP projects onto the directions within the *optimal face*, the hull of all
+structures that are best at the gradient θ − μ. The weights of the structures that a solver collects
+tend to fall off geometrically: of a face of many dimensions it meets those above its tolerance, and
+the hull of these is smaller. μ does not notice, but derivatives within the smaller hull would be
+too short, by half for flat scores of trees of 20 words.
+
+So where weights have become very small, the missing structures are looked for: best ones at
+θ − μ + εr, for random directions r at right angles to the hull so far. Those that are as good as
+the active ones at θ − μ itself, up to rounding, and lie outside the hull belong to the face. It is
+complete when no r and −r of a round find one: were it not, almost every r would.
+
+With rows e of D parts that are orthonormal in the penalised ones and span the directions of the
+face, the Jacobian in all scores is EᵀE: along a move Eᵀa of the counts, ⟨θ, Eᵀa⟩ − ½‖μ + a‖² is
+largest where a has moved by E dθ.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from structmax.sparse.support import Oracle, dot
+
+SMALL = 3e-7  # an item whose weights are all above this has met its whole face
+STEP, SLACK = 1e-6, 1e-7  # ε, and how much worse a structure of the face may seem
+OUTSIDE = 1e-8  # a squared distance to the hull, relative to the size, that is more than rounding
+FIRST, MOST = 2, 8  # directions of the first round and of later ones; each with both signs
+ROOM = 1 << 28  # bytes of counts that are worked on at once
+
+
+def complete(
+    oracle: Oracle, theta: Tensor, counts: Tensor, probs: Tensor, width: int, at_once: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Items ``(b)`` whose face has more directions than the active structures show, and the rows E
+    of all of these, ``(b, d, D)``, zeros where an item has fewer. None if there is no such item.
+
+    θ is ``(B, D)``, of which ``width`` parts are penalised; the active structures are ``counts (B,
+    K, D)`` with weights ``probs (B, K)``, those of weight 0 last, where they repeat the first.
+    ``at_once``: whether the oracle takes an item several times in one batch.
+    """
+    least = torch.where(probs > 0, probs, torch.inf).amin(-1)
+    suspects = ((least < SMALL) & ~probs.isnan().any(-1)).nonzero().squeeze(-1)
+    size = max(1, ROOM // (8 * max(counts.shape[1:].numel(), 1)))
+    items, rows = [], []
+    for some in suspects.split(size):
+        face = _Face(oracle.keep(some), theta[some], counts[some], probs[some], width, at_once)
+        known = face.rows.shape[1]
+        face.complete()
+        more = face.rows[:, known:].any(-1).any(-1)
+        items.append(some[more])
+        rows.append(face.rows[more])
+    if not any(map(len, items)):
+        return None
+    most = max(r.shape[1] for r in rows)
+    padded = [torch.nn.functional.pad(r, (0, 0, 0, most - r.shape[1])) for r in rows]
+    return torch.cat(items), torch.cat(padded)
+
+
+class _Face:
+    """b items: what is known of their faces."""
+
+    def __init__(
+        self,
+        oracle: Oracle,
+        theta: Tensor,
+        counts: Tensor,
+        probs: Tensor,
+        width: int,
+        at_once: bool,
+    ) -> None:
+        self.oracle, self.width, self.at_once = oracle, width, at_once
+        counts = counts.double()
+        self.first = counts[:, 0]
+        mu = (probs[:, None] @ counts).squeeze(1)
+        self.gradient = theta.clone()
+        self.gradient[:, :width] -= mu[:, :width]
+        self.best = dot(self.gradient, mu)
+        known = self.gradient.abs() < torch.inf
+        self.free = known[:, None, :width]
+        size = torch.where(known, self.gradient, 0.0).abs().amax(-1)
+        self.step, self.slack = STEP + 1e-9 * size, SLACK + 1e-10 * size
+        directions = counts[:, 1:] - counts[:, :1]  # zeros for slots that are not used
+        r = torch.linalg.qr(directions[..., :width].mT, mode="r")[1]
+        unused = r.diagonal(dim1=-2, dim2=-1).abs() < OUTSIDE
+        r = r + unused.double().diag_embed()
+        self.rows = torch.linalg.solve_triangular(r.mT, directions, upper=False)
+        self.rows[unused] = 0.0
+        self.random = torch.Generator(theta.device).manual_seed(0)
+
+    def complete(self) -> None:
+        """Looks for more directions, round after round, where the last round has found some."""
+        items, count = torch.arange(len(self.first), device=self.first.device), FIRST
+        while len(items):
+            found = self.look(items, count)
+            more = torch.zeros_like(self.rows[:, :1]).repeat(1, found.shape[1], 1)
+            more[items] = found
+            self.rows = torch.cat([self.rows, more], 1)
+            items, count = items[found.any(-1).any(-1)], MOST
+
+    def look(self, items: Tensor, count: int) -> Tensor:
+        """New rows of some items, at most ``2 * count``, zeros where nothing was found."""
+        width, rows, free = self.width, self.rows[items], self.free[items]
+
+        def outside(x: Tensor) -> Tensor:
+            """What of ``(b, R, D)`` is at right angles to the rows, in the penalised parts."""
+            return x - (x[..., :width] @ rows[..., :width].mT) @ rows
+
+        x = torch.zeros_like(rows[:, :1]).repeat(1, count, 1)
+        x[..., :width].normal_(generator=self.random).mul_(free)
+        r = outside(x)[..., :width] * free
+        scores = self.gradient[items, None].repeat(1, 2 * count, 1)
+        scores[..., :width] += self.step[items, None, None] * torch.cat([r, -r], 1)
+        z = self.ask(items, scores)
+        worse = self.best[items, None] - dot(self.gradient[items, None], z)
+        fits = worse <= self.slack[items, None]
+        size = OUTSIDE * (1 + z[..., :width].square().sum(-1))
+        new = outside(outside(z - self.first[items, None]))
+        for j in range(2 * count):
+            e = new[:, j]
+            length = e[:, :width].square().sum(-1)
+            joins = fits[:, j] & (length > size[:, j])
+            e = torch.where(joins[:, None], e / length.sqrt()[:, None], 0.0)
+            new[:, j] = e
+            later = new[:, j + 1 :]
+            later -= (later[..., :width] @ e[:, :width, None]) * e[:, None]
+        most = int(new.any(-1).sum(-1).amax())
+        order = new.any(-1).long().argsort(dim=-1, descending=True, stable=True)[:, :most, None]
+        return new.gather(1, order.expand(-1, -1, new.shape[-1]))
+
+    def ask(self, items: Tensor, scores: Tensor) -> Tensor:
+        """Best structures at scores ``(b, R, D)``."""
+        b, count, parts = scores.shape
+        if self.at_once:
+            oracle = self.oracle.keep(items.repeat_interleave(count))
+            return oracle(scores.reshape(b * count, parts))[1].reshape(scores.shape)
+        oracle = self.oracle.keep(items)
+        return torch.stack([oracle(x)[1] for x in scores.unbind(1)], 1)

@@ -1,0 +1,125 @@
+"""Derivatives of SparseMAP on faces of many dimensions, most of whose weights are below any
+tolerance: they are those of finite differences all the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import structmax as sx
+from structmax.sparse import completion
+
+Make = Callable[..., Any]
+nan, inf = math.nan, math.inf
+
+
+def ragged(scores: Tensor) -> Any:
+    inside = torch.arange(scores.shape[-1]) <= torch.tensor([[18], [14]])
+    padding = ~(inside[:, None] & inside[:, :, None])
+    return sx.DependencyTree(torch.where(padding, nan, scores), torch.tensor([18, 14]))
+
+
+def forbidden(scores: Tensor) -> Any:
+    some = torch.arange(scores[0].numel()).reshape(scores.shape[1:]) % 7 == 3
+    return sx.DependencyTree(torch.where(some, -inf, scores))
+
+
+def best_twenty(scores: Tensor) -> Tensor:
+    return torch.zeros_like(scores).scatter(-1, scores.topk(20).indices, 1.0)
+
+
+CASES: dict[str, tuple[Make, tuple[int, ...], tuple[int, ...], float]] = {
+    "trees": (sx.DependencyTree, (2, 19, 19), (), 0.2),
+    "ragged trees": (ragged, (2, 19, 19), (), 0.2),
+    "trees without some arcs": (forbidden, (2, 19, 19), (), 0.2),
+    "spanning trees": (sx.SpanningTree, (2, 18, 18), (), 0.2),
+    "matchings": (sx.Assignment, (2, 16, 16), (), 0.1),
+    "subsets": (lambda x: sx.KSubset(x, 20), (2, 70), (), 0.2),
+    "tags": (sx.LinearChain, (2, 40, 10), (10, 10), 0.15),
+    "one item": (lambda x: sx.KSubset(x, 20), (70,), (), 0.2),
+}
+
+
+def gap(f: Callable[[Tensor], Tensor], theta: Tensor) -> float:
+    """How far the derivative along a random direction is from a finite difference, relatively."""
+    v, step = torch.randn_like(theta), 1e-5
+    slope = torch.autograd.functional.jvp(f, theta, v)[1]
+    change = (f(theta + step * v) - f(theta - step * v)) / (2 * step)
+    return float((slope - change).norm() / change.norm())
+
+
+def flat(shape: tuple[int, ...], spread: float, seed: int = 0) -> Tensor:
+    torch.manual_seed(seed)
+    return spread * torch.randn(shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("name", "penalize"), [("tags", "all"), *((name, "primary") for name in CASES)]
+)
+def test_derivatives_of_large_faces(name: str, penalize: str) -> None:
+    make, shape, other, spread = CASES[name]
+    theta, more = flat(shape, spread), [flat(other, spread, 1)] if other else []
+    assert gap(lambda x: make(x, *more).sparsemap(penalize=penalize).marginals, theta) < 1e-3
+    if other:  # in the scores of transitions, and of their expected counts
+        solve = lambda t: make(theta, t).sparsemap(penalize=penalize)  # noqa: E731
+        assert gap(lambda t: solve(t).marginals, more[0]) < 1e-3
+        assert gap(lambda t: solve(t).additional[0], more[0]) < 1e-3
+
+
+def test_it_is_the_completion_that_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the cases above are too easy."""
+    monkeypatch.setattr(completion, "complete", lambda *_: None)
+    wrong = set()
+    for name, (make, shape, other, spread) in CASES.items():
+        more = [flat(other, spread, 1)] if other else []
+        found = gap(lambda x, m=make, o=more: m(x, *o).sparsemap().marginals, flat(shape, spread))
+        wrong |= {name} if found > 1e-2 else set()
+    assert wrong == set(CASES)
+
+
+def test_a_users_oracle() -> None:
+    seen = []
+
+    def oracle(scores: Tensor) -> Tensor:
+        seen.append(len(scores))
+        return best_twenty(scores)
+
+    solve = lambda x: sx.sparsemap_oracle(oracle, x).marginals  # noqa: E731
+    assert gap(solve, flat((2, 70), 0.2)) < 1e-3
+    assert max(seen) == 2  # never more items than there are
+
+
+def test_second_derivatives_and_the_value() -> None:
+    """The gradient of the value is μ, and so is its derivative that of μ."""
+    make, shape, _, spread = CASES["subsets"]
+    theta = flat(shape, spread).requires_grad_()
+    result = make(theta).sparsemap()
+    (slope,) = torch.autograd.grad(result.value.sum(), theta, create_graph=True)
+    torch.testing.assert_close(slope, result.marginals, atol=1e-6, rtol=0)
+    v = torch.randn_like(theta)
+    (by_value,) = torch.autograd.grad((slope * v).sum(), theta)
+    (by_mean,) = torch.autograd.grad((make(theta).sparsemap().marginals * v).sum(), theta)
+    torch.testing.assert_close(by_value, by_mean, atol=1e-6, rtol=0)
+    # the Jacobian is a projection
+    (again,) = torch.autograd.grad((make(theta).sparsemap().marginals * by_mean).sum(), theta)
+    torch.testing.assert_close(again, by_mean, atol=1e-9, rtol=0)
+
+
+def test_items_alone_and_in_transforms() -> None:
+    make, shape, _, spread = CASES["subsets"]
+    theta, v = flat(shape, spread), flat(shape, 1.0, 1)
+
+    def slope(x: Tensor, v: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad((make(x).sparsemap().marginals * v).sum(), x)[0]
+
+    together = slope(theta, v)
+    alone = torch.stack([slope(*pair) for pair in zip(theta, v, strict=True)])
+    torch.testing.assert_close(together, alone)
+    both = torch.func.grad(lambda x: (make(x).sparsemap().marginals * v).sum())(theta)
+    torch.testing.assert_close(together, both)
