@@ -81,12 +81,12 @@ class _Face:
         self.free = known[:, None, :width]
         size = torch.where(known, self.gradient, 0.0).abs().amax(-1)
         self.step, self.slack = STEP + 1e-9 * size, SLACK + 1e-10 * size
-        directions = counts[:, 1:] - counts[:, :1]  # zeros for slots that are not used
-        r = torch.linalg.qr(directions[..., :width].mT, mode="r")[1]
-        unused = r.diagonal(dim1=-2, dim2=-1).abs() < OUTSIDE
-        r = r + unused.double().diag_embed()
-        self.rows = torch.linalg.solve_triangular(r.mT, directions, upper=False)
-        self.rows[unused] = 0.0
+        self.rows = counts[:, 1:] - counts[:, :1]  # zeros for slots that are not used
+        one = (probs[:, 1:] == 0).double().diag_embed()
+        for _ in range(2):  # the second time for what the first has rounded
+            own = self.rows[..., :width]
+            factor, _ = torch.linalg.cholesky_ex(own @ own.mT + one)
+            self.rows = torch.linalg.solve_triangular(factor, self.rows, upper=False)
         self.random = torch.Generator(theta.device).manual_seed(0)
 
     def complete(self) -> None:
