@@ -148,6 +148,8 @@ class Primitive:
             flat = self._flat(scores, score_dims), self._flat(constants, constant_dims)
             run = self._naive_gradient if backend(scores[0]) == "naive" else gradient
             a, *mu = run(*flat, key, omega)
+            if len(batch) == 1:  # one batch dimension is what the functions know
+                return [a, *mu]
             pairs = zip(mu, scores, strict=True)
             return [a.reshape(batch), *(m.reshape(s.shape) for m, s in pairs)]
 

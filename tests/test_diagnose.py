@@ -136,6 +136,13 @@ def test_the_objective_of_sparsemap() -> None:
     torch.testing.assert_close(found.gradient, wanted, atol=2e-3, rtol=2e-3)
 
 
+def test_a_sparsemap_that_did_not_converge_is_no_reference() -> None:
+    """A structure outside its support would gain: the item is named, and what to do."""
+    own = objectives(sx.Choice(torch.tensor([[9.0, 0.0, 0.0], [0.3, 0.2, 0.1]], dtype=f64)), cost)
+    with pytest.raises(RuntimeError, match=r"did not converge on item 1.*Raise max_iter"):
+        own.of(sx.estimators.SparseExpectation(max_iter=1))
+
+
 def test_the_objective_of_sparse_expectation() -> None:
     """Differences of Σ pᵢ L(zᵢ), with the probabilities of the solver at moved scores."""
     own = objectives(chain(), cost)

@@ -440,6 +440,8 @@ def test_forest_builder() -> None:
     fails(lambda: draw.edge(a, b), "ForestBuilder", "node 0", "earlier", "topological order")
     fails(lambda: draw.edge(a, a), "earlier")
     fails(lambda: draw.edge(7, a), "head 7", "no node yet")
+    fails(lambda: draw.edge(2, a), "head 2", "no node yet")
+    fails(lambda: draw.edges([0, 7], -1), "head 7", "no node yet")
     fails(lambda: draw.edge(-1, a), "head -1")
     fails(lambda: draw.edge(b, -2), "earlier", "-2")
     fails(lambda: draw.edge(b, a, part=-2), "ForestBuilder", "part", "-2")

@@ -128,6 +128,30 @@ def test_one_structure_is_its_sparsemap() -> None:
     torch.testing.assert_close(graph.argmax()[tags], chain.argmax())
 
 
+def test_scores_of_a_factor_add_to_those_of_its_variables() -> None:
+    own, more, transition = randn(4, 3), randn(4, 3), randn(3, 3)
+    own[1, 2] = -math.inf  # what a factor forbids
+    graph = sx.FactorGraph()
+    tags = graph.variables(more)
+    graph.factor(sx.LinearChain(own, transition), tags)
+    chain = sx.LinearChain(own + more, transition)
+    mu = graph.sparsemap(tol=1e-10)[tags]
+    torch.testing.assert_close(mu, chain.sparsemap().marginals, atol=1e-6, rtol=0)
+    torch.testing.assert_close(graph.marginals()[tags], chain.marginals())
+    torch.testing.assert_close(graph.argmax()[tags], chain.argmax())
+
+
+def test_scores_of_a_factor_are_those_of_the_negation() -> None:
+    theta, own = randn(3), randn(3)
+    graph = sx.FactorGraph()
+    ids = graph.variables(theta)
+    graph.factor(sx.Choice(own), negated(ids))
+    other, _ = graph_of("negation", theta + own * torch.tensor([-1.0, 1.0, -1.0]))
+    torch.testing.assert_close(graph.marginals().values, other.marginals().values)
+    found, wanted = graph.sparsemap(tol=1e-10), other.sparsemap(tol=1e-10)
+    torch.testing.assert_close(found.values, wanted.values, atol=1e-6, rtol=0)
+
+
 def test_matching_is_assignment() -> None:
     scores = randn(2, 3, 4, grad=True)
     graph = sx.FactorGraph()
@@ -239,6 +263,27 @@ def test_lp_map_is_the_linear_program() -> None:
     assert not best.exact and not best.feasible  # an odd cycle has no such assignment
 
 
+def test_rounding_decides_what_is_nearest_to_a_decision(monkeypatch) -> None:
+    answers = [[0.45, 0.8, 0.3, 1.0], [0.1, 1.0, 0.3, 1.0], [0.0, 1.0, 0.0, 1.0]]
+    asked = []
+
+    def solved(decided, max_iter, tol) -> sx.sparse.factor_graph.GraphResult:
+        asked.append({name: mask.tolist() for name, mask in decided.items()})
+        values = torch.tensor(answers[len(asked) - 1], dtype=f64)
+        return sx.sparse.factor_graph.GraphResult(values, torch.tensor(0.0), 1)
+
+    graph = sx.FactorGraph()
+    graph.variables(torch.zeros(4))
+    monkeypatch.setattr(graph, "_lp_map", solved)
+    best = graph.argmax()
+    assert asked == [
+        {},
+        {"on": [0, 1, 0, 1], "off": [0, 0, 0, 0]},
+        {"on": [0, 1, 0, 1], "off": [1, 0, 0, 0]},
+    ]
+    assert best.values.tolist() == answers[-1] and not best.exact and best.feasible
+
+
 def test_belief_propagation_on_a_loop_is_close() -> None:
     theta = torch.tensor([0.2, -0.1, 0.3], dtype=f64)
     w = torch.tensor([1.0, 1.0, -1.0], dtype=f64)
@@ -291,12 +336,17 @@ def test_switched_off_variables() -> None:
         (lambda g, v: g.xor(torch.tensor([0, 9])), "only 4 variables, got ids up to 9"),
         (lambda g, v: g.xor(v.double()), "ids that variables"),
         (lambda g, v: g.factor(sx.Choice(torch.zeros(3)), v), "one for each part"),
+        (lambda g, v: g.factor(sx.Choice(torch.zeros(4)), v + 1), "factor: .* ids up to 4"),
+        (lambda g, v: g.factor(sx.Choice(torch.zeros(4)), v.tolist()), "ids that variables"),
         (lambda g, v: g.knapsack(v, [1, 2], 3), "4 whole numbers"),
         (lambda g, v: g.budget(v, 3, least=5), "at least 5"),
         (lambda g, v: g.variables(torch.zeros(2, 3), batch_dims=1), "the batch must be"),
         (lambda g, v: g.variables(torch.tensor([math.nan])), "nan"),
         (lambda g, v: sx.FactorGraph().sparsemap(), "no variables"),
         (lambda g, v: g.pairwise(v[0], v[1], torch.zeros(3)), "must broadcast"),
+        (lambda g, v: g.pairwise(0, v[1], torch.zeros(())), "pairwise: the ids that variables"),
+        (lambda g, v: g.implication(v[0], 1), "implication: the ids that variables"),
+        (lambda g, v: g.or_([0, 1]), "or_: the ids that variables"),
     ],
 )
 def test_errors(act, message: str) -> None:  # type: ignore[no-untyped-def]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from pathlib import Path
 
@@ -251,6 +252,21 @@ def test_a_start_that_is_forbidden_by_now() -> None:
         torch.testing.assert_close(warm.probs.sum(-1), torch.ones(2, dtype=torch.float64))
 
 
+def test_a_start_of_more_structures_than_parts() -> None:
+    torch.manual_seed(0)
+    scores = 0.1 * torch.randn(1, 6, dtype=torch.float64)
+
+    def best_three(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x).scatter(-1, x.topk(3).indices, 1.0)
+
+    solve = functools.partial(sx.sparsemap_oracle, best_three, scores)
+    before = solve(method="frank-wolfe", max_iter=100, tol=1e-14)
+    assert before.probs.shape[-1] > 8  # more than there is room for at first
+    now = solve(method="pairwise", max_iter=1, init=before)
+    torch.testing.assert_close(now.probs.sum(-1), torch.ones(1, dtype=torch.float64))
+    torch.testing.assert_close(now.marginals, before.marginals, atol=1e-4, rtol=0)
+
+
 def test_points_of_a_wrong_shape_are_named() -> None:
     with pytest.raises(ValueError, match=r"point must be \(2, 3\) for Choice.*got \(2, 4\)"):
         sx.project(sx.Choice(torch.zeros(2, 3)), torch.zeros(2, 4))
@@ -261,7 +277,36 @@ def test_pairs_are_validated() -> None:
         Pair(torch.tensor([0.0, torch.nan]), torch.tensor(0.0))
 
 
+def test_pairs_by_enumeration() -> None:
+    torch.manual_seed(0)
+    pairs = Pair(torch.randn(3, 2), torch.randn(3))
+    z = pairs.enumerate_support()
+    assert z.shape == (4, 3, 2)
+    scores = (z * pairs.scores).sum(-1) + z.prod(-1) * pairs.both
+    torch.testing.assert_close(pairs.score(z), scores)
+    torch.testing.assert_close(pairs.log_partition(), scores.logsumexp(0))
+    torch.testing.assert_close(pairs.marginals(), (scores.softmax(0)[..., None] * z).sum(0))
+    assert pairs.enumerate_support(expand=False).shape == (4, 1, 2)
+
+
 # -- dense chains ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gamma", [0.5, 2.0, 3.0])
+def test_chains_at_a_temperature(gamma: float) -> None:
+    """Powers of two divide scores without rounding, and others in float64."""
+    draw = torch.Generator().manual_seed(0)
+    unary = torch.randn(4, 3, generator=draw, requires_grad=True)
+    transition = torch.randn(3, 3, generator=draw)
+    chain = sx.LinearChain(unary, transition, smoothing=sx.Shannon(gamma))
+    z = chain.enumerate_support()
+    scores = chain.score(z)
+    found, wanted = chain.log_partition(), gamma * (scores / gamma).logsumexp(0)
+    torch.testing.assert_close(found, wanted)
+    slopes = [torch.autograd.grad(a, unary, create_graph=True)[0] for a in (found, wanted)]
+    torch.testing.assert_close(*slopes)
+    torch.testing.assert_close(chain.marginals(), slopes[1])
+    torch.testing.assert_close(*(torch.autograd.grad(s.square().sum(), unary)[0] for s in slopes))
 
 
 @pytest.mark.parametrize("per_step", [False, True])

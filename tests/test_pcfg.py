@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 import structmax as sx
-from structmax.forest.pcfg import ops, products, products_cpu
+from structmax.forest.pcfg import ops, products, products_cpu, terms
 from structmax.forest.pcfg.naive import collapse
 
 f64, inf, nan = torch.float64, math.inf, math.nan
@@ -116,6 +116,22 @@ def test_terms_against_the_definition(name: str, monkeypatch: pytest.MonkeyPatch
     with sx.backend("gpu"):  # in torch
         answers = derivatives(make, scores)
     assert_all_close(answers, expected, 1e-9 if "shift" not in name else 1e-7)
+
+
+@pytest.mark.parametrize("block", [1, 100])
+def test_terms_of_a_few_parents_at_a_time(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "TINY", inf)
+    scores, lengths = CASES["ragged"]
+    make = functools.partial(sx.PCFG, lengths=lengths)
+
+    def answers() -> list[Tensor]:
+        s = make(*scores)
+        with sx.backend("gpu"):  # in torch
+            return [*derivatives(make, scores), s.max_marginals(), s.topk(1).scores]
+
+    whole = answers()
+    monkeypatch.setattr(terms, "BLOCK", block)
+    assert_all_close(answers(), whole, 1e-12)
 
 
 def test_spread_falls_back() -> None:

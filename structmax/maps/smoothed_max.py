@@ -30,7 +30,7 @@ class Value(torch.autograd.Function):
         absent = peak == -math.inf
         peak = torch.where(absent, 0.0, peak)
         gains = torch.where(p == 0, 0.0, p * (x - peak))  # 0·(−inf) = 0, and NaN stays
-        value = peak + (gains - gamma * tsallis(p, alpha)).sum(-1, keepdim=True)
+        value = peak + (gains - gamma * _constant_tsallis(p, alpha)).sum(-1, keepdim=True)
         return torch.where(absent, -math.inf, value).squeeze(-1)
 
     @staticmethod
@@ -53,6 +53,14 @@ def tsallis(p: Tensor, alpha: Tensor) -> Tensor:
     """(p^α − p)/(α(α−1)) elementwise, its limit p log p at α = 1, 0 at p = 0."""
     level = torch.where(p == 0, 1.0, p).log()
     return p * level * relative_exp((alpha - 1) * level) / alpha
+
+
+def _constant_tsallis(p: Tensor, alpha: Tensor) -> Tensor:
+    """``tsallis`` where nobody differentiates: the series is for its slope, and thirty passes."""
+    level = torch.where(p == 0, 1.0, p).log()
+    y = (alpha - 1) * level
+    flat = y.abs() < 1e-20  # there (e^y − 1)/y is 1 to the last bit
+    return p * level * torch.where(flat, 1.0, y.expm1() / torch.where(flat, 1.0, y)) / alpha
 
 
 def tsallis_slope(p: Tensor, alpha: Tensor) -> Tensor:

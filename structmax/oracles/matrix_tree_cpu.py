@@ -283,16 +283,39 @@ def _choose(q: Any, n: int, uniform: float) -> int:
     return chosen
 
 
+@kernel(inner=True, fast=True)
+def _eliminate(W: Any, n: int, single: bool, P: Any, S: Any) -> float:
+    """log Z of weights that are all positive; the masses S of the words and their shares P."""
+    total = 0.0
+    for k in range(n, 0, -1):
+        mass = W[k, 0] if k == 1 or not single else 0.0
+        for j in range(1, k):
+            mass += W[k, j]
+        S[k] = mass
+        total += math.log(mass)
+        for j in range(k):
+            P[k, j] = W[k, j] / mass
+        for i in range(1, k):
+            a = W[i, k]
+            for j in range(k):
+                W[i, j] += a * P[k, j]
+            W[i, i] = 0.0
+    return total
+
+
 @kernel
 def _value_items(
     low: int, high: int, theta: Any, lengths: Any, single: bool, gamma: float, value: Any
 ) -> None:
     s = theta.shape[1]
-    W = np.empty((s, s))
+    W, S = np.empty((s, s)), np.empty(s)
     P, late, waits = np.empty((s, s)), np.empty(s, np.int8), np.empty(s, np.int8)
     for item in range(low, high):
         n = lengths[item]
-        logs, _, total = _load(theta[item], n, single, gamma, W)
+        logs, calm, total = _load(theta[item], n, single, gamma, W)
+        if calm:
+            value[item] = (total + _eliminate(W, n, single, P, S)) * gamma
+            continue
         roots = 0
         late[:] = 1 if single else 0
         for k in range(n, 0, -1):
@@ -309,20 +332,7 @@ def _sweep(
     W: Any, base: Any, n: int, single: bool, P: Any, S: Any, g: Any, G: Any, mu: Any
 ) -> float:
     """log Z and marginals of weights that are all positive; G is the derivative of log Z in W."""
-    total = 0.0
-    for k in range(n, 0, -1):
-        mass = W[k, 0] if k == 1 or not single else 0.0
-        for j in range(1, k):
-            mass += W[k, j]
-        S[k] = mass
-        total += math.log(mass)
-        for j in range(k):
-            P[k, j] = W[k, j] / mass
-        for i in range(1, k):
-            a = W[i, k]
-            for j in range(k):
-                W[i, j] += a * P[k, j]
-            W[i, i] = 0.0
+    total = _eliminate(W, n, single, P, S)
     for k in range(1, n + 1):
         for j in range(k):
             g[j] = 0.0

@@ -123,6 +123,7 @@ class FactorGraph:
         The structure has batch shape ``(*batch, *factors)``, or ``factors`` if it is the same for
         the whole batch. Its primary scores add to those of the variables.
         """
+        self._check_ids("factor", ids)
         event = len(structure.event_shape)
         if ids.shape[ids.dim() - event :] != structure.event_shape:
             raise ValueError(
@@ -130,7 +131,6 @@ class FactorGraph:
                 f"{', '.join(map(str, structure.event_shape))}), one for each part of the "
                 f"structure, got {tuple(ids.shape)}."
             )
-        self._check_ids("factor", ids)
         wanted = (*self._batch, *ids.shape[: ids.dim() - event])
         try:
             structure = structure.expand(wanted)
@@ -161,6 +161,7 @@ class FactorGraph:
 
     def or_(self, ids: Tensor) -> None:
         """At least one of n is on: ``(..., n)``."""
+        self._check_ids("or_", ids)
         self._count_factor("or_", ids, 1, ids.shape[-1] if ids.dim() else 0)
 
     def budget(self, ids: Tensor, most: int, least: int = 0) -> None:
@@ -169,14 +170,17 @@ class FactorGraph:
 
     def implication(self, *ids: Tensor) -> None:
         """If all but the last are on, so is the last; tensors of one shape each."""
+        for given in ids:
+            self._check_ids("implication", given)
         *causes, effect = torch.broadcast_tensors(*ids)
         self.or_(torch.stack([*[~cause for cause in causes], effect], -1))
 
     def pairwise(self, first: Tensor, second: Tensor, scores: Tensor) -> None:
         """A score that counts if both are on: ``(*batch, ...)`` or as the ids."""
+        for given in (first, second):
+            self._check_ids("pairwise", given)
         first, second = torch.broadcast_tensors(first, second)
         ids = torch.stack([first, second], -1)
-        self._check_ids("pairwise", ids)
         zeros = self._scores[0].new_zeros(*self._batch, *ids.shape)
         shape = (*self._batch, *first.shape)
         try:

@@ -189,9 +189,20 @@ class LinearChain(OneSided, DynamicStructure):
         return super()._rebuild(**tensors)
 
     def _tensors(self) -> dict[str, tuple[Tensor, int]]:
-        dims = {"unary": 2, "transition": 3 if self._steps_given else 2, "start": 1, "end": 1}
-        given = {name: (getattr(self, name), d) for name, d in {**dims, "lengths": 0}.items()}
-        return {name: (t, d) for name, (t, d) in given.items() if t is not None}
+        found = {
+            "unary": (self.unary, 2),
+            "transition": (self.transition, 3 if self._steps_given else 2),
+        }
+        for name, t, d in (("start", self.start, 1), ("end", self.end, 1)):
+            if t is not None:
+                found[name] = t, d
+        if self.lengths is not None:
+            found["lengths"] = self.lengths, 0
+        return found
+
+    @property
+    def _first(self) -> Tensor:
+        return self.unary
 
     def _options(self) -> dict[str, Any]:
         return {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -40,7 +41,12 @@ def _backend(unary: Tensor) -> str:
 
 
 def _engine(unary: Tensor) -> ModuleType:
-    return importlib.import_module(f"structmax.forest.chain.{_backend(unary)}")
+    return _module(_backend(unary))
+
+
+@cache
+def _module(backend: str) -> ModuleType:
+    return importlib.import_module(f"structmax.forest.chain.{backend}")
 
 
 def _scaled(tensors: Tensors, gamma: float) -> list[Tensor]:
