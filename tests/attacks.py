@@ -279,10 +279,12 @@ def _additional(share: float) -> Callable[[Case], Any]:
 
 
 def poison(case: Case) -> Any:
-    """NaN wherever no structure of the item uses the score."""
+    """NaN wherever no structure of the item uses the score. The weights of a grammar belong to no
+    word, so they are no padding, even where no sentence is long enough to use them."""
     base, changed = case.base, {}
+    weights = getattr(base, "_weight_names", ())
     for name, (t, d) in base._tensors().items():
-        if not t.is_floating_point() or t.dim() != d + len(base.batch_shape):
+        if not t.is_floating_point() or t.dim() != d + len(base.batch_shape) or name in weights:
             continue
         rows = t.clone()
         for row, item in zip(rows if base.batch_shape else rows[None], case.items, strict=True):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 
 import pytest
 import torch
-from table import randn
+from table import ROWS, randn
+from test_errors import fails
 from torch import Tensor, nn
 
 import structmax as sx
@@ -289,6 +291,31 @@ def test_exact_expectation_of_a_ragged_batch() -> None:
     loss = ExactExpectation().loss(structure, cost)
     for i in range(3):
         torch.testing.assert_close(loss[i], ExactExpectation().loss(structure[i], cost))
+
+
+def test_exact_expectation_of_an_empty_batch() -> None:
+    """Also where an item says what its structures are, and there is none to say so."""
+    edges = torch.tensor([[0, 1], [1, 2], [0, 2]])
+    structures = [
+        sx.CTC(randn(2, 3, 3), torch.tensor([[1, 2], [1, 1]])),
+        sx.Path(edges, randn(2, 3), 0, torch.tensor([1, 2])),
+        ROWS["hyperpath/shannon"](),
+        sx.PCFG(randn(1), randn(1, 2, 2), randn(2, 1, 1)),
+    ]
+    for structure in structures:
+        none = structure[:0]
+        support = none.enumerate_support()
+        assert support.shape[1:] == none.batch_shape + none.event_shape
+        assert ExactExpectation().loss(none, square_cost(none)).shape == (0,)
+
+
+def test_exact_expectation_where_there_is_nothing() -> None:
+    """A grammar derives no single word."""
+    root, rules, cost = randn(1), randn(1, 2, 2), lambda z: z.flatten(-3).sum(-1)
+    for emission, lengths in ((randn(2, 1, 1), None), (randn(2, 3, 1), torch.tensor([3, 1]))):
+        s = sx.PCFG(root, rules, emission, lengths)
+        item = "item 0" if lengths is None else "item 1"
+        fails(functools.partial(ExactExpectation().loss, s, cost), item, "allows no structure")
 
 
 @pytest.mark.parametrize("estimator", LOSS_ONLY, ids=lambda e: type(e).__name__)

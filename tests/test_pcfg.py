@@ -341,6 +341,25 @@ def test_low_rank_samples() -> None:
         assert error.amax() < 4.5
 
 
+@pytest.mark.parametrize("scale", [1e3, 1e6])
+def test_low_rank_samples_where_products_underflow(scale: float) -> None:
+    """An item whose sums are 0 in exp space has trees all the same."""
+    low = factors(scale=scale, lengths=LENGTHS)
+    z = low.sample((5,), generator=torch.Generator().manual_seed(0))
+    assert bool((low.log_prob(z) > -30).all())  # which refuses what is no tree
+
+
+def test_weights_are_no_padding() -> None:
+    """No sentence of two words has a nonterminal below another, yet NaN there is refused."""
+    lengths = torch.tensor([2, 2, 2])
+    low, s = factors(lengths=lengths), grammar(lengths=lengths)
+    low.right[0, 1], s.rules[2, 0, 1, 1] = nan, nan
+    given = {name: t for name, (t, _) in low._tensors().items()}
+    fails(lambda: sx.PCFG.low_rank(**given), "LowRankPCFG", "right[0, 1, 0] is nan")
+    given = {name: t for name, (t, _) in s._tensors().items()}
+    fails(lambda: sx.PCFG(**given), "PCFG", "rules[2, 0, 1, 1] is nan")
+
+
 # -- larger sizes, one word, conditions ----------------------------------------------------------
 
 
@@ -378,6 +397,40 @@ def test_one_word() -> None:
     assert quiet.argmax()[1].isnan().all() and quiet.marginals()[1].isnan().all()
     assert quiet.sample()[1].isnan().all() and not quiet.sample()[0].isnan().any()
     assert not quiet.topk(2).exists[1].any()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "naive"])
+def test_hard_without_a_structure(backend: str) -> None:
+    """Nothing has a probability there, and the other item is as it was."""
+    both = grammar(n=3, N=1, P=2, batch=(2,), smoothing=sx.Hard())
+    emission = both.emission.clone()
+    emission[0, 1] = -inf
+    cut = sx.PCFG(both.root, both.rules, emission, smoothing=sx.Hard())
+    every = both.enumerate_support()
+    with sx.backend(backend):
+        found = cut.log_prob(every)
+        assert bool((found[:, 0] == -inf).all())
+        assert torch.equal(found[:, 1], both.log_prob(every)[:, 1])
+        (first,) = cut.ranked_support()
+        assert first.log_prob.tolist() == [-inf, 0.0]
+        assert torch.equal(first.structure[1], both.argmax()[1])
+        assert list(cut[:1].ranked_support()) == []
+        assert both.cross_entropy(cut).tolist() == [inf, 0.0]
+        fails(cut.argmax, "PCFG.argmax", "item 0", "allows no structure")
+
+
+@pytest.mark.parametrize("top", [0.0, 1e20, -1e20])
+def test_samples_of_large_scores(top: float) -> None:
+    """A score of the whole sentence so large that the rest is lost in its rounding."""
+    spans = torch.zeros(3, 3, 3, dtype=f64)
+    spans[0, 2, 0] = top
+    emission = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 0.0]], dtype=f64)
+    s = sx.PCFG(torch.zeros(1), torch.full((1, 3, 3), -1000.0), emission, spans=spans)
+    z = s.sample((4000,), generator=torch.Generator().manual_seed(0))
+    expected = torch.tensor([0.0, 1.0], dtype=f64).softmax(0)
+    assert (z[:, 0, 0, 1:].mean(0) - expected).abs().amax() < 0.035
+    assert (z[:, 0, 1, 0].mean() - 0.5).abs() < 0.035
+    assert bool((z.flatten(1).sum(1) == 5).all())
 
 
 def test_condition() -> None:
@@ -462,6 +515,14 @@ def test_nothing_plausible_from_bad_values(which: str) -> None:
         for z in (bad.marginals(), bad.argmax(), bad.sample(), bad.topk(2).structures):
             assert bool(z[1].isnan().all()) and not bool(z[[0, 2]].isnan().any())
         assert torch.equal(bad.argmax()[[0, 2]], good.argmax()[[0, 2]])
+
+
+@pytest.mark.parametrize("which", ["emission", "rules", "root"])
+def test_no_draw_from_an_infinite_score(which: str) -> None:
+    given = {"root": randn(3, 2), "rules": randn(3, 2, 5, 5), "emission": randn(3, 5, 3)}
+    given[which][1].view(-1)[0] = inf
+    z = sx.PCFG(**given, validate_args=False).sample((5,))
+    assert bool(z[:, 1].isnan().all()) and not bool(z[:, [0, 2]].isnan().any())
 
 
 # -- operators -----------------------------------------------------------------------------------

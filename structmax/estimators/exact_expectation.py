@@ -34,6 +34,7 @@ class ExactExpectation(Estimator):
 
     def loss(self, structure: Structure, cost: Callable[..., Tensor]) -> Tensor:
         z, exists = every_structure(structure)
+        refuse_nothing(self, structure, torch.where(exists.any(0), 0.0, -torch.inf))
         log_prob = torch.where(exists, structure.log_prob(z), -torch.inf)
         refuse_nothing(self, structure, log_prob.amax(0))
         p = log_prob.exp()
@@ -49,18 +50,23 @@ def weighted_sum(weights: Tensor, costs: Tensor) -> Tensor:
 def every_structure(structure: Structure) -> tuple[Tensor, Tensor]:
     """Every z ``(N, *batch, *parts)`` and whether it is one, ``(N, *batch)``.
 
-    Items of different sizes are enumerated one by one, and the short ones filled up.
+    Items of different sizes are enumerated one by one, and the short ones filled up: by one of
+    theirs, or by zeros if they have none. N is at least 1.
     """
     batch, event = structure.batch_shape, structure.event_shape
     try:
         z = structure.enumerate_support()
-        return z, torch.ones(z.shape[: 1 + len(batch)], dtype=torch.bool, device=z.device)
+        known = len(z) > 0
+        z = z if known else z.new_zeros(1, *batch, *event)
+        return z, torch.full(z.shape[: 1 + len(batch)], known, device=z.device)
     except ValueError:
-        if len(batch) == 0:
+        if len(batch) == 0 or batch.numel() == 0:
             raise
     items = itertools.product(*map(range, batch))
     supports = [structure[item].enumerate_support() for item in items]  # each (N, *parts)
     most = max(map(len, supports))
-    z = torch.stack([torch.cat([s, s[:1].expand(most - len(s), *event)]) for s in supports], 1)
+    fill = [s[:1] if len(s) else s.new_zeros(1, *event) for s in supports]
+    pairs = zip(supports, fill, strict=True)
+    z = torch.stack([torch.cat([s, f.expand(most - len(s), *event)]) for s, f in pairs], 1)
     exists = torch.tensor([[i < len(s) for s in supports] for i in range(most)], device=z.device)
     return z.reshape(most, *batch, *event), exists.reshape(most, *batch)

@@ -287,7 +287,8 @@ class CTC(DynamicStructure):
                 "CTC.enumerate_support: items with other lengths or targets have other supports. "
                 "Index one item: structure[i].enumerate_support()."
             )
-        frames, count, *states = sizes[0]
+        # of no items at all: the support of an empty target
+        frames, count, *states = sizes[0] if sizes else [self.event_shape[0], 0]
         target = states[1 : 2 * count : 2]
         alphabet = sorted({self.blank, *target})
         if len(alphabet) ** frames > 1_000_000:

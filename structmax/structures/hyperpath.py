@@ -136,12 +136,13 @@ class Hyperpath(DynamicStructure):
     def enumerate_support(self, expand: bool = True) -> Tensor:
         """The part counts of every derivation, by recursion over the forest."""
         goals = self._goal().unique().tolist()
-        if len(goals) != 1:
+        if len(goals) > 1:
             raise ValueError(
                 "Hyperpath.enumerate_support: items with different goals have different supports. "
                 "Index one item: structure[i].enumerate_support()."
             )
-        every = torch.tensor(list(self._derivations(goals[0])))
+        goal = goals[0] if goals else self.forest.num_nodes - 1  # of no items: as by default
+        every = torch.tensor(list(self._derivations(goal)))
         every = every[:, : self.forest.num_parts].to(self.scores)
         every = every.reshape(-1, *[1] * len(self.batch_shape), every.shape[-1])
         return every.expand(-1, *self.batch_shape, -1) if expand else every

@@ -273,12 +273,13 @@ class Path(DynamicStructure):
 
     def enumerate_support(self, expand: bool = True) -> Tensor:
         targets = torch.as_tensor(self.target).unique().tolist()
-        if len(targets) != 1:
+        if len(targets) > 1:
             raise ValueError(
                 "Path.enumerate_support: items with different targets have different supports. "
                 "Index one item: structure[i].enumerate_support()."
             )
-        paths = list(itertools.islice(self._paths(targets[0]), 1_000_001))
+        target = targets[0] if targets else self.source  # of no items at all: the empty path
+        paths = list(itertools.islice(self._paths(target), 1_000_001))
         if len(paths) > 1_000_000:
             raise ValueError("Path.enumerate_support: more than 1000000 structures are too many.")
         every = self._z_of(paths).reshape(-1, *[1] * len(self.batch_shape), *self.event_shape)

@@ -88,7 +88,8 @@ class PCFG(OneSided, DynamicStructure):
     Args:
         root: ``(*B, N)`` or ``(N)``
         rules: ``(*B, N, N+P, N+P)`` or ``(N, N+P, N+P)``, as ``[parent, left, right]``. Like root,
-            shared by the batch if it has no batch dimensions
+            shared by the batch if it has no batch dimensions, and no padding: NaN is refused even
+            in a rule that all sentences are too short for
         emission: ``(*B, n, P)``
         lengths: ``(*B)``
         smoothing: Ω, by default ``sx.Shannon(1.0)``
@@ -328,18 +329,22 @@ class PCFG(OneSided, DynamicStructure):
         return backend_for(self.emission) != "naive"
 
     def argmax(self) -> Tensor:
-        if not self._walks():
-            return super().argmax()
-        parts = [p.detach() for p in self._parts()]
-        best, _, z = dense.kbest(*parts, self._lengths(), 1)
-        z = z.squeeze(len(self.batch_shape))
+        best, z = self._best_tree(self._parts())
         return self._refuse_infeasible("argmax", best, z).to(self.dtype)
+
+    def _best_tree(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Its score and z; where the score is not finite, there is no such tree."""
+        parts = [p.detach() for p in parts]
+        if not self._walks():
+            best, (z, *_) = super()._argmax_parts(parts)
+            return best, z
+        best, _, z = dense.kbest(*parts, self._lengths(), 1)
+        return best, z.squeeze(len(self.batch_shape))
 
     def _argmax_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         if not self._walks():
             return super()._argmax_parts(parts)
-        best, _, z = dense.kbest(*parts, self._lengths(), 1)
-        z = z.squeeze(len(self.batch_shape))
+        best, z = self._best_tree(parts)
         return best, (z, self._top(z), rule_counts(z, self.N))
 
     def _top(self, z: Tensor) -> Tensor:
@@ -437,23 +442,25 @@ class PCFG(OneSided, DynamicStructure):
     def log_prob(self, z: Tensor) -> Tensor:
         if not self._is_hard:
             return super().log_prob(z)
-        same = (self._indicator(z) == self.argmax()).flatten(-3).all(-1)
+        best, tree = self._best_tree(self._parts())
+        same = (self._indicator(z) == tree).flatten(-3).all(-1) & (best.abs() < math.inf)
         return torch.where(same, 0.0, -math.inf).to(self._parts()[0].dtype)
 
     def cross_entropy(self, q: Structure) -> Tensor:
         if not isinstance(q, PCFG) or not q._is_hard:
             return super().cross_entropy(q)
         self._aligned(q)
-        same = (self.marginals() == q.argmax()).flatten(-3).all(-1)
+        best, tree = q._best_tree(q._parts())
+        same = (self.marginals() == tree).flatten(-3).all(-1) & (best.abs() < math.inf)
         return torch.where(same, 0.0, math.inf).to(self._parts()[0].dtype)
 
     def _best_by_probability(self, k: int) -> tuple[Tensor, Tensor]:
         if not self._is_hard:
             return super()._best_by_probability(k)
-        at, z = len(self.batch_shape), self.argmax()
-        first = torch.arange(k, device=z.device) == 0
-        log_prob = torch.where(first, 0.0, -math.inf).expand(*self.batch_shape, k)
-        wide = z.unsqueeze(at).expand(*self.batch_shape, k, *self.event_shape)
+        at, (best, z) = len(self.batch_shape), self._best_tree(self._parts())
+        first = (torch.arange(k, device=z.device) == 0) & (best.abs() < math.inf)[..., None]
+        log_prob = torch.where(first, 0.0, -math.inf)
+        wide = z.to(self.dtype).unsqueeze(at).expand(*self.batch_shape, k, *self.event_shape)
         return wide, log_prob.to(self._parts()[0].dtype)
 
     # -- trees ------------------------------------------------------------------------------------

@@ -25,9 +25,11 @@ from structmax.jit import exp, from_ordinal, kernel, ordinal, run_chunks
 
 INF = math.inf
 TINY = 1e-25  # far above the smallest float32, far below any sum that matters
-# In float32 and float64: a sum above TINIES is right, since the terms lost to it are far smaller;
+# In float32 and float64: a sum above TINIES is right, since the terms lost to it are far smaller,
+# if what they were made of lost no more than underflow takes; what is below UNDERFLOW may be lost;
 # products of a number above SMALL and of exp(x) for x above LEAST are never lost.
 TINIES = (1e-30, 1e-290)
+UNDERFLOW = (1e-37, 1e-307)
 SMALL = (1e-19, 1e-150)
 LEAST = (-43.0, -340.0)
 NEAR = 20.0  # scores up to ±this need no maximum subtracted: their products are in range
@@ -82,28 +84,43 @@ def sums_into(p, E, total):
             total[j] += p[i] * E[i, j]
 
 
-@kernel(fast=True, inner=True)
-def normalise(x, w, out, clean):
-    """out = x·w / S with S = Σ x·w, and S, which is NaN if a sum x may have lost a term.
+@kernel(inner=True)
+def most(peak):
+    """The most that an ``exponential`` can be, given the m it returned."""
+    return math.exp(NEAR) if peak == 0 else 1.0
 
-    It may if it is tiny, but for a zero where its terms are ``clean``: none of them is too small to
-    be told from 0. Also returns whether ``out`` is clean.
+
+@kernel(fast=True, inner=True)
+def normalise(x, w, out, clean, whole, floor, bound):
+    """out = x·w / S with S = Σ x·w, and S, which is NaN if x or S may have lost what counts.
+
+    A sum x may if it is below the ``floor``, but for a zero where its terms are ``clean``: none is
+    too small to be told from 0. Where weights w are not ``whole``, a 0 may stand for a tiny one. No
+    x is above the ``bound``. Also returns whether ``out`` is clean, and its losses: the least sum
+    that ``out`` makes right with weights up to 1. They grow as S falls: what underflows in x·w may
+    be as large as 1e-18 in ``out``, where S is 1e-290.
     """
     tiny = x.dtype.type(TINIES[1] if x.itemsize == 8 else TINIES[0])
     small = x.dtype.type(SMALL[1] if x.itemsize == 8 else SMALL[0])
-    zero = x.dtype.type(0)
-    mass, lost, dirty, some = zero, False, False, False
+    nothing = x.dtype.type(UNDERFLOW[1] if x.itemsize == 8 else UNDERFLOW[0])
+    least, zero = x.dtype.type(floor), x.dtype.type(0)
+    mass, lost, dirty, some, gone = zero, False, False, False, False
     for j in range(x.shape[0]):
-        lost |= not (x[j] >= tiny) | (clean & (x[j] == zero))
-        some |= (x[j] > zero) & (w[j] > zero)
+        lost |= not (x[j] >= least) | (clean & (x[j] == zero))
+        allowed = (x[j] > zero) & ((w[j] > zero) | (not whole))
         out[j] = x[j] * w[j]
+        some |= allowed
+        gone |= allowed & (out[j] < nothing)
         mass += out[j]
-    lost |= some & (mass < tiny)  # no product is left of what was allowed
+    lost |= some & (mass < tiny * x.dtype.type(bound))  # too little is left of what was allowed
     scale = x.dtype.type(1) / mass
     for j in range(x.shape[0]):
         out[j] *= scale
         dirty |= (out[j] < small) & (x[j] > zero) & (w[j] > zero)
-    return np.nan if lost else np.float64(mass), not dirty
+    loss = np.float64(tiny)
+    if gone and mass < bound:
+        loss *= bound / np.float64(mass)
+    return np.nan if lost else np.float64(mass), not dirty, loss
 
 
 @kernel(inner=True)
@@ -111,15 +128,15 @@ def forward(u, T, length, start, end, W, P, E, flat, peaks, marks, row, total, f
     """P = P(yₜ | the scores up to t) and W = exp(scores − m) at every position of one item.
 
     E ``(s, c, c)``, also seen as ``flat (s, c·c)``, is made anew if it is ``fresh``, and every one
-    is kept if asked; ``peaks (s, 2)`` has what ``exponentials`` returned for it. ``marks (n, 2)``
-    keeps the sums by which P was divided, and whether every weight W of a position that is 0 stands
-    for −inf. Returns A, NaN if the item must be computed in another way.
+    is kept if asked; ``peaks (s, 2)`` has what ``exponentials`` returned for it. ``marks (n, 3)``
+    keeps the sums by which P was divided, whether every weight W of a position that is 0 stands
+    for −inf, and the losses of P. Returns A, NaN if the item must be computed in another way.
     """
     c, shared = u.shape[1], T.shape[0] == 1
     lost_weight, lost_product = -86.0, LEAST[0]
     if u.itemsize == 8:
         lost_weight, lost_product = -700.0, LEAST[1]
-    offset, mass, kept, sure = 0.0, 1.0, True, True
+    offset, mass, kept, sure, floor, bound = 0.0, 1.0, True, True, 0.0, 1.0
     for j in range(c):
         total[j] = 1
     for t in range(length):
@@ -144,7 +161,11 @@ def forward(u, T, length, start, end, W, P, E, flat, peaks, marks, row, total, f
             sums_into(P[t - 1], E[slot], total)
             offset += peaks[slot, 0]
             sure = kept & (marks[t - 1, 1] > 0) & (peaks[slot, 1] > lost_product)
-        marks[t, 0], kept = normalise(total, W[t], P[t], sure)
+            bound = most(peaks[slot, 0])
+            floor = marks[t - 1, 2] * bound
+        marks[t, 0], kept, marks[t, 2] = normalise(
+            total, W[t], P[t], sure, marks[t, 1] > 0, floor, bound
+        )
         if not marks[t, 0] > 1e-90:  # the product might be too small
             offset += math.log(mass)
             mass = 1.0
@@ -200,22 +221,21 @@ def subtract_tags(lengths, tags, MU, MT):
 
 
 @kernel(fast=True, inner=True)
-def weigh(p, total, mu, clean):
+def weigh(p, total, mu, clean, floor, least):
     """μ_i = p_i total_i / S with S their sum, which is returned.
 
-    NaN if a total may have lost a term, see ``normalise``.
+    NaN if S is below the ``least``, or a total may have lost a term, see ``normalise``.
     """
-    tiny = total.dtype.type(TINIES[1] if total.itemsize == 8 else TINIES[0])
-    zero = total.dtype.type(0)
+    bottom, zero = total.dtype.type(floor), total.dtype.type(0)
     mass, lost = zero, False
     for i in range(p.shape[0]):
-        lost |= not (total[i] >= tiny) | (clean & (total[i] == zero))
+        lost |= not (total[i] >= bottom) | (clean & (total[i] == zero))
         mu[i] = p[i] * total[i]
         mass += mu[i]
     scale = total.dtype.type(1) / mass
     for i in range(p.shape[0]):
         mu[i] *= scale
-    return np.nan if lost or not mass >= tiny else np.float64(mass)
+    return np.nan if lost or not mass >= least else np.float64(mass)
 
 
 @kernel(fast=True, inner=True)
@@ -252,14 +272,18 @@ def gradients(
             continue
         for i in range(total.shape[0]):
             total[i] = 1
-        mass = weigh(P[length - 1], total, MU[b, length - 1], sure)
+        floor, bound = 0.0, 1.0
+        mass = weigh(P[length - 1], total, MU[b, length - 1], sure, floor, marks[length - 1, 2])
         for t in range(length - 2, -1, -1):
-            scale, kept = normalise(total, W[t + 1], row, sure)
-            scale /= marks[t + 1, 0] * mass
+            whole = marks[t + 1, 1] > 0
+            scale, kept, loss = normalise(total, W[t + 1], row, sure, whole, floor, bound)
+            scale = scale / marks[t + 1, 0] / mass  # the product of both may underflow
             edges(P[t], E[t], row, total.dtype.type(scale), MT[b, t], total)
-            sure = kept & (marks[t + 1, 1] > 0) & (peaks[t, 1] > lost_product)
-            mass = weigh(P[t], total, MU[b, t], sure)
-            if not mass > 0:
+            sure = kept & whole & (peaks[t, 1] > lost_product)
+            bound = most(peaks[t, 0])
+            floor = loss * bound
+            mass = weigh(P[t], total, MU[b, t], sure, floor, marks[t, 2] * bound)
+            if not (mass > 0 and scale < INF):
                 out[b] = np.nan
                 break
 
@@ -313,13 +337,17 @@ def shared_gradients(
             continue
         for i in range(c):
             total[i] = 1
-        mass = weigh(P[length - 1], total, MU[b, length - 1], sure)
+        floor, bound = 0.0, 1.0
+        mass = weigh(P[length - 1], total, MU[b, length - 1], sure, floor, marks[length - 1, 2])
         for t in range(length - 2, -1, -1):
-            _, kept = normalise(total, W[t + 1], R[t], sure)
+            whole = marks[t + 1, 1] > 0
+            left, kept, loss = normalise(total, W[t + 1], R[t], sure, whole, floor, bound)
             sums_into(R[t], transposed, total)
-            sure = kept & (marks[t + 1, 1] > 0) & (peaks[0, 1] > lost_product)
-            mass = weigh(P[t], total, MU[b, t], sure)
-            if not mass > 0:
+            sure = kept & whole & (peaks[0, 1] > lost_product)
+            bound = most(peaks[0, 0])
+            floor = loss * bound
+            mass = weigh(P[t], total, MU[b, t], sure, floor, marks[t, 2] * bound)
+            if not (mass > 0 and left > 0):
                 out[b] = np.nan
                 break
             scale = total.dtype.type(1 / mass)
@@ -674,7 +702,7 @@ def _forward_space(u: NDArray, steps: int) -> tuple[NDArray, ...]:
     slots = max(1, steps)
     shapes = (n, c), (n + 7, c), (slots, c, c), (c,), (c,)
     W, P, E, row, total = (_apart(*shape, dtype=u.dtype) for shape in shapes)
-    return W, P, E, E.reshape(slots, c * c), _apart(slots, 2), _apart(n, 2), row, total
+    return W, P, E, E.reshape(slots, c * c), _apart(slots, 2), _apart(n, 3), row, total
 
 
 def _flat(T: NDArray) -> NDArray:

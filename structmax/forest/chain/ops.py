@@ -58,10 +58,13 @@ def _scaled(tensors: Tensors, gamma: float) -> list[Tensor]:
 
 
 def _naive(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
-    unary, transition, start, end = scores
+    # in float64 throughout: a loss is a small difference of what may be large
+    unary, transition, start, end = (t.double() for t in scores)
     unary = naive.fold(unary, start, end, constants[0])
     value = naive.value(unary, transition, constants[0], from_code(omega))
-    return value if len(constants) == 1 else value - naive.score(unary, transition, *constants)
+    if len(constants) > 1:
+        value = value - naive.score(unary, transition, *constants)
+    return value.to(scores[0].dtype)
 
 
 def _folded(scores: Tensors, lengths: Tensor) -> tuple[Tensor, Tensor]:

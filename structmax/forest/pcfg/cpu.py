@@ -19,6 +19,7 @@ from structmax.forest.pcfg.low_rank import LowRank
 from structmax.jit import exp, kernel, run_chunks
 
 INF = math.inf
+LARGE = 1e6  # beyond it, the rounding of a value is no longer far below the terms it is a sum of
 
 
 @kernel(inner=True)
@@ -78,9 +79,36 @@ def heaviest(right, row):
     return best
 
 
+@kernel(inner=True)
+def draw_edge_by_maximum(chart, leaf, rules, i, j, u):
+    """The same with the largest term taken out instead of norm: for scores of any size."""
+    top, best = best_edge(chart, leaf, rules, i, j, INF, -1)
+    total, _ = edge_beyond(chart, leaf, rules, i, j, top, INF)
+    _, edge = edge_beyond(chart, leaf, rules, i, j, top, u * total)
+    return edge if edge >= 0 else best
+
+
+@kernel(inner=True)
+def edge_beyond(chart, leaf, rules, i, j, top, limit):
+    """Σ exp(term − top) up to the first edge where it is above the limit, and that edge or −1."""
+    S = rules.shape[0]
+    total = 0.0
+    for k in range(i, j):
+        left, first = span(chart, leaf, i, k)
+        right, second = span(chart, leaf, k + 1, j)
+        for b in range(left.shape[0]):
+            row = rules[first + b]
+            for c in range(right.shape[0]):
+                total += math.exp((left[b] + right[c]) + row[second + c] - top)
+                if total > limit:
+                    return total, (k * S + first + b) * S + second + c
+    return total, -1
+
+
 @kernel
 def draws(low, high, chart, leaf, spans, root, rules, lengths, uniform, z):
-    """Indicators z ``(D, B, n, n, S)``, zeros before, of one tree for each row of ``uniform``."""
+    """Indicators z ``(D, B, n, n, S)``, zeros before, of one tree for each row of ``uniform``;
+    still zeros if an item's best is −inf, or +inf or NaN of scores that were not looked at."""
     n, N, S = chart.shape[1], chart.shape[3], spans.shape[3]
     todo = np.empty((n + 1, 3), np.int64)
     for b in range(low, high):
@@ -89,7 +117,7 @@ def draws(low, high, chart, leaf, spans, root, rules, lengths, uniform, z):
         top = -INF
         for a in range(N):
             top = max(top, root[b, a] + chart[b, 0, last, a])
-        for d in range(uniform.shape[0] if top > -INF else 0):
+        for d in range(uniform.shape[0] if -INF < top < INF else 0):
             mass = 0.0
             for a in range(N):
                 mass += math.exp(root[b, a] + chart[b, 0, last, a] - top)
@@ -109,9 +137,15 @@ def draws(low, high, chart, leaf, spans, root, rules, lengths, uniform, z):
                 z[d, b, i, j, a] = 1
                 if i == j:
                     continue
-                norm = chart[b, i, j - i, a] - spans[b, i, j, a]
-                edge = draw_edge(chart[b], leaf[b], r[a], i, j, norm, uniform[d, b, used])
+                value, own, u = chart[b, i, j - i, a], spans[b, i, j, a], uniform[d, b, used]
                 used += 1
+                edge = -1
+                if abs(value) < LARGE and abs(own) < LARGE:
+                    edge = draw_edge(chart[b], leaf[b], r[a], i, j, value - own, u)
+                if edge < 0:
+                    edge = draw_edge_by_maximum(chart[b], leaf[b], r[a], i, j, u)
+                if edge < 0:  # sums that overflow
+                    break
                 k = edge // (S * S)
                 todo[size] = (k + 1, j, edge % S)
                 todo[size + 1] = (i, k, edge // S % S)

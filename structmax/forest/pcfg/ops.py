@@ -275,6 +275,12 @@ def _run_kbest(spans: Tensor, root: Tensor, rules: Tensor, lengths: Tensor, k: i
     return [best.reshape(batch), values.reshape(*batch, k), z.reshape(*batch, k, *event)]
 
 
+def _best_goal(g: Grammar, chart: Tensor) -> Tensor:
+    """The largest term of A ``(B)``: finite if a tree can be drawn."""
+    items = torch.arange(len(chart), device=chart.device)
+    return (g.root + chart[items, 0, g.lengths - 1]).amax(-1)
+
+
 def _run_sample(
     spans: Tensor, root: Tensor, rules: Tensor, lengths: Tensor, uniform: Tensor, gamma: float
 ) -> Tensor:
@@ -286,8 +292,7 @@ def _run_sample(
     def run(scores: Tensors, constants: Tensors, numbers: Tensors) -> list[Tensor]:
         g = Grammar(scores, constants[0], gamma)
         chart = _log_chart(g)
-        items = torch.arange(len(chart), device=chart.device)
-        a = (g.root + chart[items, 0, g.lengths - 1]).amax(-1)
+        a = _best_goal(g, chart)
         inputs = (chart, g.leaf(), g.spans, g.root, g.rules, g.lengths)
         z = cpu.sample(*inputs, numbers[0].movedim(1, 0)).to(spans.device, spans.dtype)
         z.masked_fill_(~(a.abs() < math.inf)[:, None, None, None], math.nan)
@@ -311,18 +316,20 @@ def _run_sample_low_rank(
     def run(scores: Tensors, constants: Tensors, numbers: Tensors) -> list[Tensor]:
         g = Grammar(scores, constants[0], 1.0)
         state = LowRank(g)
-        good = state.rise().abs() < math.inf
-        drawn = [cpu.sample_low_rank(state, numbers[0].movedim(1, 0)).movedim(0, 1)]
+        a = state.rise().cpu()
+        drawn = cpu.sample_low_rank(state, numbers[0].movedim(1, 0)).movedim(0, 1)
         bad = items_with(state.small(), g.lengths)
 
         def again(items: Tensor) -> list[Tensor]:
             h = _dense(g.take(items))
-            inputs = (_log_chart(h), h.leaf(), h.spans, h.root, h.rules, h.lengths)
-            return [cpu.sample(*inputs, numbers[0][items].movedim(1, 0)).movedim(0, 1)]
+            chart = _log_chart(h)
+            inputs = (chart, h.leaf(), h.spans, h.root, h.rules, h.lengths)
+            z = cpu.sample(*inputs, numbers[0][items].movedim(1, 0)).movedim(0, 1)
+            return [_best_goal(h, chart).cpu(), z]
 
-        _mend(bad.to(drawn[0].device), drawn, again)
-        drawn[0].masked_fill_(~good.to(drawn[0].device)[:, None, None, None, None], math.nan)
-        return [drawn[0].to(spans.device, spans.dtype)]
+        _mend(bad.cpu(), [a, drawn], again)  # a too: what underflowed looks like no tree at all
+        drawn.masked_fill_(~(a.abs() < math.inf)[:, None, None, None, None], math.nan)
+        return [drawn.to(spans.device, spans.dtype)]
 
     flat = uniform.reshape(len(uniform), batch.numel(), uniform.shape[-1]).movedim(0, 1)
     (z,) = _in_pieces(run, scores, [sizes], [flat])
