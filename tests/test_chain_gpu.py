@@ -347,6 +347,22 @@ def test_real_sizes(batch: int, n: int, c: int, shared: bool, dtype: torch.dtype
     decodes(unary, transition, ragged(batch, n))
 
 
+def test_loss_of_scores_far_from_zero() -> None:
+    """A and the score are large, and their difference small: it is taken in float64."""
+    torch.manual_seed(0)
+    unary = 1e4 + torch.randn(3, 6, 5, device=DEVICE)
+    theta = [unary, torch.randn(3, 1, 5, 5, device=DEVICE), *unary.new_empty(2, 3, 0)]
+    lengths = torch.tensor([6, 4, 1], device=DEVICE)
+    tags = torch.randint(5, (3, 6), device=DEVICE)
+    exact = ops.chain_loss.value_op([t.double() for t in theta], [lengths, tags], "", SHANNON)
+    with backend("gpu"):
+        value, *_ = ops.chain_loss.gradient_op(theta, [lengths, tags], "", SHANNON)
+        alone = ops.chain_loss.value_op(theta, [lengths, tags], "", SHANNON)
+    for loss in (value, alone):
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss.double(), exact, atol=1e-5, rtol=1e-6)
+
+
 def test_start_end_and_loss() -> None:
     unary, transition = scores(3, 5, 4, torch.float64)
     g = torch.Generator().manual_seed(2)

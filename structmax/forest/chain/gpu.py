@@ -436,10 +436,10 @@ def _viterbi(
 # ------------------------------------------------------------------------------- torch functions
 
 
-def value(unary: Tensor, transition: Tensor, lengths: Tensor) -> Tensor:
-    """A ``(B)``."""
+def value(unary: Tensor, transition: Tensor, lengths: Tensor, wide: bool = False) -> Tensor:
+    """A ``(B)``; in float64 if ``wide``."""
     batch, n, c = unary.shape
-    a = unary.new_empty(batch)
+    a = unary.new_empty(batch, dtype=torch.float64 if wide else None)
     with torch.cuda.device_of(unary):
         scratch, peaks, options = _run_inward(unary, transition, lengths, False)
         _total[(batch,)](
@@ -448,10 +448,13 @@ def value(unary: Tensor, transition: Tensor, lengths: Tensor) -> Tensor:
     return a
 
 
-def gradient(unary: Tensor, transition: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A ``(B)``, μ_unary ``(B, n, c)``, μ_transition ``(B, s, c, c)``."""
+def gradient(
+    unary: Tensor, transition: Tensor, lengths: Tensor, wide: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A ``(B)``, in float64 if ``wide``, μ_unary ``(B, n, c)``, μ_transition ``(B, s, c, c)``."""
     batch, steps, c, _ = transition.shape
-    a, mu = unary.new_empty(batch), unary.new_empty(unary.shape)
+    a = unary.new_empty(batch, dtype=torch.float64 if wide else None)
+    mu = unary.new_empty(unary.shape)
     edges = unary.new_empty((2 if steps == 1 else 1, *transition.shape))
     with torch.cuda.device_of(unary):
         scratch, peaks, options = _run_inward(unary, transition, lengths, True)

@@ -49,7 +49,7 @@ def fold(unary: Tensor, start: Tensor, end: Tensor, lengths: Tensor) -> Tensor:
 
 
 def score(unary: Tensor, transition: Tensor, lengths: Tensor, tags: Tensor) -> Tensor:
-    """The score ``(B)`` of tags ``(B, n)``; what stands in the padding does not matter."""
+    """The score ``(B)`` of tags ``(B, n)``, in float64; the padding may hold anything."""
     c = unary.shape[-1]
     inside = torch.arange(unary.shape[1], device=unary.device) < lengths[:, None]
     tags = torch.where(inside, tags, 0)
@@ -58,7 +58,7 @@ def score(unary: Tensor, transition: Tensor, lengths: Tensor, tags: Tensor) -> T
     between = transition.flatten(-2).expand(-1, pair.shape[1], -1)
     between = between.gather(-1, pair[..., None]).squeeze(-1)
     own, between = torch.where(inside, own, 0.0), torch.where(inside[:, 1:], between, 0.0)
-    return own.sum(-1) + between.sum(-1)
+    return own.double().sum(-1) + between.double().sum(-1)
 
 
 def argmax(unary: Tensor, transition: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

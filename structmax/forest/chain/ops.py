@@ -90,8 +90,9 @@ def _value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tenso
         value = _engine(scores[0]).value(*theta, *constants)
     else:
         folded = _folded(theta, constants[0])
-        value = _engine(scores[0]).value(*folded, constants[0])
-        value = value if len(constants) == 1 else value - naive.score(*folded, *constants)
+        value = _engine(scores[0]).value(*folded, constants[0], len(constants) > 1)
+        if len(constants) > 1:
+            value = (value - naive.score(*folded, *constants)).to(folded[0].dtype)
     return value if gamma == 1.0 else (gamma * value).to(scores[0].dtype)
 
 
@@ -101,9 +102,9 @@ def _gradient(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> li
         value, *mu = _engine(scores[0]).gradient(*theta, *constants)
     else:
         folded = _folded(theta, constants[0])
-        value, *mu = _engine(scores[0]).gradient(*folded, constants[0])
+        value, *mu = _engine(scores[0]).gradient(*folded, constants[0], len(constants) > 1)
         if len(constants) > 1:
-            value = value - naive.score(*folded, *constants)
+            value = (value - naive.score(*folded, *constants)).to(folded[0].dtype)
             mu = [m - z for m, z in zip(mu, _indicator(*folded, *constants), strict=True)]
         mu = _spread(mu, theta[2:], constants[0])
     if gamma == 1.0:
