@@ -78,7 +78,6 @@ CASES = {
     "soft-DTW": (soft_dtw, (2060, 1024, 2), (2060, 1024, 2)),
     "sparsemax": (simplex(sx.sparsemax), (131_080, 16_384)),
     "entmax": (simplex(sx.entmax, 1.5), (131_080, 16_384)),
-    "fusedmax": (simplex(sx.fusedmax, 0.1), (4_200_000, 512)),
 }
 
 

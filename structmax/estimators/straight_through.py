@@ -24,11 +24,11 @@ class StraightThrough(base.Estimator):
       word), as if there were no structure; an error where there are no such groups. Scores of
       additional parts get none.
     - ``"beam"``: that of the mean of the k best structures under p ∝ exp(score/γ) among them, for
-      additional parts too. Needs topk alone.
+      additional parts too.
 
     Biased: argmax has no gradient, and this is that of another function. Structures built by a
     policy have no argmax: with ``"identity"`` and ``"softmax"`` the best action is taken at each
-    step, with that gradient; with ``"beam"`` z is the best of a beam. Needs argmax or as above.
+    step, with that gradient; with ``"beam"`` z is the best of a beam. Needs argmax, or topk alone.
 
     Args:
         backward: see above

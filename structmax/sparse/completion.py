@@ -21,6 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from structmax.sparse.result import Solution
 from structmax.sparse.support import Oracle, dot
 
 SMALL = 3e-7  # an item whose weights are all above this has met its whole face
@@ -31,21 +32,22 @@ ROOM = 1 << 28  # bytes of counts that are worked on at once
 
 
 def complete(
-    oracle: Oracle, theta: Tensor, counts: Tensor, probs: Tensor, width: int, at_once: bool
+    oracle: Oracle, theta: Tensor, solution: Solution, width: int, at_once: bool
 ) -> tuple[Tensor, Tensor] | None:
     """Items ``(b)`` whose face has more directions than the active structures show, and the rows E
     of all of these, ``(b, d, D)``, zeros where an item has fewer. None if there is no such item.
 
-    θ is ``(B, D)``, of which ``width`` parts are penalised; the active structures are ``counts (B,
-    K, D)`` with weights ``probs (B, K)``, those of weight 0 last, where they repeat the first.
-    ``at_once``: whether the oracle takes an item several times in one batch.
+    θ is ``(B, D)``, of which ``width`` parts are penalised. In the solution the slots that are not
+    used come last. ``at_once``: whether the oracle takes an item several times in one batch.
     """
+    vertices, edges, probs = solution.vertices, solution.edges, solution.probs
     least = torch.where(probs > 0, probs, torch.inf).amin(-1)
     suspects = ((least < SMALL) & ~probs.isnan().any(-1)).nonzero().squeeze(-1)
-    size = max(1, ROOM // (8 * max(counts.shape[1:].numel(), 1)))
+    size = max(1, ROOM // (8 * probs.shape[1] * theta.shape[1]))
     items, rows = [], []
     for some in suspects.split(size):
-        face = _Face(oracle.keep(some), theta[some], counts[some], probs[some], width, at_once)
+        counts = torch.cat([vertices[some].double(), edges[some].double()], -1)
+        face = _Face(oracle.keep(some), theta[some], counts, probs[some], width, at_once)
         known = face.rows.shape[1]
         face.complete()
         more = face.rows[:, known:].any(-1).any(-1)
@@ -71,7 +73,6 @@ class _Face:
         at_once: bool,
     ) -> None:
         self.oracle, self.width, self.at_once = oracle, width, at_once
-        counts = counts.double()
         self.first = counts[:, 0]
         mu = (probs[:, None] @ counts).squeeze(1)
         self.gradient = theta.clone()

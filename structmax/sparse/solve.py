@@ -117,15 +117,15 @@ def sparsemap_oracle(
     _check_init(owner, init, batch, event)
     wide = scores if scores.dtype.itemsize >= 4 else scores.float()
     given = wide.reshape(batch.numel(), event.numel()).double()
-    watched, parts = is_transforming([given]), event.numel()
+    watched, size = is_transforming([given]), event.numel()
 
     def run(*plain: Tensor) -> Solution:
         (theta,) = plain or (given.detach(),)
         oracle = _UserOracle(argmax_fn, event, torch.arange(len(theta), device=theta.device))
-        solution = _by_torch(method, oracle, theta, parts, parts, max_iter, tol, init)
+        solution = _by_torch(method, oracle, theta, size, size, max_iter, tol, init)
         if not watched or method != "active-set":
             return solution
-        return _completed(solution, oracle, theta, parts, False)
+        return _completed(solution, oracle, theta, size, False)
 
     solution = _untracked(run, [given])
     checks.feasible("sx", owner, torch.where(solution.gap.isnan(), -torch.inf, 0.0).reshape(batch))
@@ -246,8 +246,7 @@ def _completed(
     """The solution with the rest of its faces, which its derivatives need."""
     if not len(theta):
         return solution
-    counts = torch.cat([solution.vertices, solution.edges.to(solution.vertices)], -1)
-    found = completion.complete(oracle, theta, counts, solution.probs, width, at_once)
+    found = completion.complete(oracle, theta, solution, width, at_once)
     return solution if found is None else solution._replace(items=found[0], rows=found[1])
 
 

@@ -162,11 +162,8 @@ class PartStructure(Structure):
         on_cpu = value.device.type == "cpu" and checks.can_look() and is_plain((value,))
         if on_cpu and np.isfinite(value.numpy()).all():
             return answer
-        # A may be −inf, or the NaN or +inf of scores that were not looked at
-        ends = (..., *[None] * (answer.dim() - value.dim()))
-        if not is_transforming((answer,)):
-            return answer + (value - value)[ends]  # 0 or NaN: the fewest and smallest kernels
-        return torch.where((value.abs() < math.inf)[ends], answer, math.nan)
+        good = value.abs() < math.inf  # no −inf, nor the NaN or +inf of scores not looked at
+        return torch.where(good[(..., *[None] * (answer.dim() - good.dim()))], answer, math.nan)
 
     def marginals(self) -> Tensor:
         value, mu = self._cached()
