@@ -72,13 +72,15 @@ def forest_case(kind: str = "shannon") -> Case:
     return Case(ops.forest, [theta], [goal], FOREST.key, CODES[kind])
 
 
-def chain_case(steps: bool, loss: bool = False) -> Case:
+def chain_case(steps: bool, loss: bool = False, plain: bool = False) -> Case:
     torch.manual_seed(0)
     unary, transition = torch.randn(3, 4, 3, dtype=f64), torch.randn(3, 3, 3, 3, dtype=f64)
     unary[1, 1, 0] = transition[0, 0, 0, 1] = -math.inf
     lengths = torch.tensor([4, 2, 3])
     ends = torch.randn(2, 3, 3, dtype=f64)
     scores = [unary, transition if steps else transition[:, :1].contiguous(), *ends]
+    if plain:
+        return Case(dense.plain_chain, scores[:2], [lengths], "", CODES["shannon"])
     if not loss:
         return Case(dense.chain, scores, [lengths], "", CODES["shannon"])
     tags = torch.tensor([[1, 0, 0, 2], [2, 1, 99, -1], [0, 0, 1, 7]])
@@ -100,6 +102,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "forest-hard": lambda: forest_case("hard"),
     "chain-shared": lambda: chain_case(False),
     "chain-step": lambda: chain_case(True),
+    "chain-plain": lambda: chain_case(True, plain=True),
     "chain-loss": lambda: chain_case(False, loss=True),
     "tree-single": lambda: tree_case("single"),
     "tree-multi": lambda: tree_case("multi"),

@@ -35,6 +35,7 @@ from torch import Tensor
 from structmax import smoothing
 from structmax.forest import gpu_items, naive
 from structmax.forest.topology import ByPart, Forest, RuledForest
+from structmax.launch import quick
 
 HARD, SHANNON = tl.constexpr(smoothing.HARD), tl.constexpr(smoothing.SHANNON)
 GINI = tl.constexpr(3)  # Tsallis with α = 2, whose powers need no logarithm
@@ -253,6 +254,7 @@ def up_node(
     tl.store(row(V, v, b, B), value + nan + own, mask=items)
 
 
+@quick
 @triton.jit(do_not_specialize=["first", "last"])
 def up(
     S, V, T, ptr, tail1, tail2, edge_part, node_part, gamma: tl.float64, alpha: tl.float64,
@@ -275,6 +277,7 @@ def up(
             wait_for_all(arrived, (level - first + 1) * tl.num_programs(0))
 
 
+@quick
 @triton.jit(do_not_specialize=["first", "last"])
 def tangent_up(
     S, V, T, dS, dV, mean, ptr, tail1, tail2, edge_part, node_part,
@@ -354,6 +357,7 @@ def use_bounds(use_ptr, use_edge, v, run, RULED: tl.constexpr):
         return tl.load(use_ptr + v), tl.load(use_ptr + v + 1)
 
 
+@quick
 @triton.jit(do_not_specialize=["first", "last"])
 def down(
     S, V, T, G, dS, dV, mean, dG, goal, head, tail1, tail2, edge_part, use_ptr, use_edge,
@@ -407,6 +411,7 @@ def down(
             wait_for_all(arrived, (back - first + 1) * tl.num_programs(0))
 
 
+@quick
 @triton.jit
 def count_parts(
     M, S, V, T, G, dS, dV, mean, dG, head, tail1, tail2, edge_part, node_ptr, node, edge_ptr, edge,
@@ -453,6 +458,7 @@ def count_parts(
     tl.store(rows(M, p, b, B), count, mask=(p < P)[:, None] & items[None, :])
 
 
+@quick
 @triton.jit(do_not_specialize=["first", "last"])
 def outside(
     S, V, O, goal, head, edge_part, node_part, use_ptr, use_edge, use_other,
@@ -512,6 +518,7 @@ def above(S, O, node_part, h, part, live, b, items, B):
     return tl.where(unused, -float("inf"), x)
 
 
+@quick
 @triton.jit
 def best_with_parts(
     M, S, V, O, head, tail1, tail2, edge_part, node_part, node_ptr, node, edge_ptr, edge, P, B,
@@ -558,6 +565,7 @@ def best_with_parts(
     tl.store(rows(M, p, b, B), through, mask=(p < P)[:, None] & items[None, :])
 
 
+@quick
 @triton.jit
 def walk(
     S, V, T, goal, uniform, stack, z, ptr, tail1, tail2, edge_part, node_part,

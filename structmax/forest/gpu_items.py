@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from structmax.forest.topology import Forest, Ints
+from structmax.launch import quick
 
 TILE = 1024  # slots that a program reads at a time
 NARROW = 32  # nodes of a tile that has long lists; of others 4 and 16 times as many
@@ -126,6 +127,7 @@ def flow(x, t, g, rate, DTYPE: tl.constexpr):
     return tl.where(g == 0.0, 0.0, g * tl.exp(((x - t) * rate).to(DTYPE)))
 
 
+@quick
 @triton.jit(do_not_specialize=["sb", "sg", "P", "nodes"])
 def walk_item(
     scores, sb, sp, goals, sg, A, M, VT, G, tiles, rank, tile_of, node_part,
@@ -212,6 +214,7 @@ def walk_item(
             tl.debug_barrier()
 
 
+@quick
 @triton.jit(do_not_specialize=["sb", "P", "nodes", "blocks"])
 def count_parts(
     scores, sb, sp, M, VT, G, node_ptr, node, edge_ptr, head, tail1, tail2, P, nodes, blocks,

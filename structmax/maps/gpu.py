@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from structmax.launch import quick
+
 LARGEST = 16384  # the longest row that is kept on chip
 TILE = 4096  # of a longer one
 FEW = 32  # entries that a warp searches among by itself
@@ -129,6 +131,7 @@ def newton(mass, slope, rate, KIND: tl.constexpr):
     return move / tl.where(slope > 0.0, slope, 1.0)
 
 
+@quick
 @triton.jit
 def entmax_kernel(
     X, P, A, R, n,
@@ -276,6 +279,7 @@ def steep_search(
     return edge, r, sum_of_p
 
 
+@quick
 @triton.jit
 def steep_kernel(
     X, P, A, DONE, R, n,
@@ -347,6 +351,7 @@ def above_edge(c, r, rate):
     return p, s
 
 
+@quick
 @triton.jit
 def budget_kernel(
     X, P, R, n, K: tl.constexpr, ON_CHIP: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr
@@ -446,6 +451,7 @@ def second_order(p, level, s, rate):
     return tl.where(y < 1.0, series, far)
 
 
+@quick
 @triton.jit
 def entmax_backward_kernel(
     P, G, A, OUT, SLOPE, R, n,
@@ -547,6 +553,7 @@ def pick(kept, X, row, start, n, R, ON_CHIP: tl.constexpr, BR: tl.constexpr, BN:
     return tl.where(x == -INF, 0.0, x)
 
 
+@quick
 @triton.jit
 def normmax_backward_kernel(
     P, G, OUT, R, n, ALPHA: tl.constexpr, ON_CHIP: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from structmax.launch import quick
 from structmax.maps import bounds
 from structmax.maps import fusedmax as _fusedmax
 
@@ -59,6 +60,7 @@ def _measure(x, a, b, tau, SOFT: tl.constexpr):
     return held, tl.sum(tl.where(inside, v, 0.0), 0), tl.sum(inside.to(x.dtype), 0)
 
 
+@quick
 @triton.jit
 def _bounded(
     X, U, L, P, u0, u1, l0, l1, n, tolerance: tl.float64, SOFT: tl.constexpr, N: tl.constexpr
@@ -124,6 +126,7 @@ def _bounded(
     tl.store(P + r * n + i, p, mask=i < n)
 
 
+@quick
 @triton.jit
 def _bounded_backward(
     P, G, U, L, X, GX, GU, GL, u0, u1, l0, l1, n, SOFT: tl.constexpr, N: tl.constexpr
@@ -233,6 +236,7 @@ def _any(x):
     return tl.max(x.to(tl.int32), 0) > 0
 
 
+@quick
 @triton.jit
 def _denoise(Y, LEAST, MOST, KNOT, SLOPE, SHIFT, STRENGTH, n, R):
     """Y ``(n, R)`` ← its total-variation denoising; see ``cpu_structured.denoise``.
@@ -300,6 +304,7 @@ def _denoise(Y, LEAST, MOST, KNOT, SLOPE, SHIFT, STRENGTH, n, R):
         tl.store(Y + i * R + r, z, mask=here)
 
 
+@quick
 @triton.jit
 def _pool(Z, SUM, COUNT, n, R):
     """Z ``(n, R)`` ← the nearest falling columns; −inf, which comes last, stays.
@@ -352,6 +357,7 @@ def _keep(v, set, w, reset):
     return tl.where(reset > 0, w, v), set | reset
 
 
+@quick
 @triton.jit
 def _average(P, G, OUT, n, TIED: tl.constexpr, N: tl.constexpr):
     """g averaged within runs of equal p > 0, minus its mean over the support, for one row."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from structmax.primitive import backend_for, register, to_front
+from structmax.primitive import backend_for, direct, register, to_front
 
 Weight = tuple[float, float]  # −root arcs, score: compared in this order
 Arcs = dict[int, dict[int, Weight]]  # by modifier, by head
@@ -189,7 +189,7 @@ def _run_kbest(scores: Tensor, lengths: Tensor, single: bool, k: int) -> list[Te
     return [value.to(scores).reshape(*batch, k), choice]
 
 
-best_tree = register(
+tree_argmax = register(
     "tree_argmax",
     "(Tensor scores, Tensor lengths, bool single) -> Tensor[]",
     _run_argmax,
@@ -223,8 +223,9 @@ def _register_vmap() -> None:
 
         return rule
 
-    for op in (best_tree, best_rest, best_trees):
+    for op in (tree_argmax, best_rest, best_trees):
         torch.library.register_vmap(op, mapped(op))
 
 
 _register_vmap()
+best_tree = direct(tree_argmax, _run_argmax)

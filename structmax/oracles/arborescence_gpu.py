@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from structmax.launch import quick
+
 
 @triton.jit
 def _largest_of_node(node, x):
@@ -27,6 +29,7 @@ def _largest_of_node(node, x):
     return tl.max(tl.where(same, x[:, None], -float("inf")), 0, return_indices=True)
 
 
+@quick
 @triton.jit(do_not_specialize=["sb", "sh", "sm", "sl", "s"])
 def best_tree(
     scores, sb, sh, sm, lengths, sl, value, heads, trail, s,
@@ -42,33 +45,34 @@ def best_tree(
     used = (i > 0) & (i <= n) & (u <= n) & (i != u)
     M = tl.load(scores + u * sh + i * sm, mask=used, other=-float("inf")).to(tl.float64)
     good = tl.min((float("inf") > M).to(tl.int32))  # 1, or 0 if a score is NaN or +inf
-    M = tl.where((i > n) & (u == 0), 0.0, M)  # the padding hangs from the root
     if SINGLE:  # one root arc is used: what they share is taken out before anything is added
         common = tl.max(tl.where((u == 0) & used, M, -float("inf")))
         common = tl.where(common == -float("inf"), 0.0, common)
         M = tl.where((u == 0) & used, M - common, M)
 
-    node = word
+    node = tl.where(word > n, 0, word)  # the padding belongs to the root
     rounds = 0
     feasible = good
     searching = good
     while searching > 0:
         outside = tl.where(node[:, None] == node[None, :], -float("inf"), M)
-        root = tl.max(tl.where(u == 0, outside, -float("inf")), 0)
         if SINGLE:
             outside = tl.where(u == 0, -float("inf"), outside)
         gain, head = tl.max(outside, 0, return_indices=True)
         best, at = _largest_of_node(node, gain)
-        if SINGLE:  # only where there is no other
-            gain = tl.where(best == -float("inf"), root, gain)
-            head = tl.where(best == -float("inf"), 0, head)
-            best, at = _largest_of_node(node, gain)
-        chosen = (at == word) & (word > 0)
-        feasible = tl.min(((best > -float("inf")) | (word == 0)).to(tl.int32))
+        if SINGLE:
+            lost = (best == -float("inf")) & (node > 0)
+            if tl.max(lost.to(tl.int32)) > 0:  # the root's arcs, only where there is no other
+                root = tl.max(tl.where(u == 0, M, -float("inf")), 0)
+                gain = tl.where(lost, root, gain)
+                head = tl.where(lost, 0, head)
+                best, at = _largest_of_node(node, gain)
+        chosen = (at == word) & (node > 0)
+        feasible = tl.min(((best > -float("inf")) | (node == 0)).to(tl.int32))
         tl.store(trail + rounds * 2 * N + word, node)
         tl.store(trail + rounds * 2 * N + N + word, tl.where(chosen, head, -1))
         above = tl.gather(node, tl.gather(head, at, 0), 0)
-        above = tl.where(word == 0, 0, above)
+        above = tl.where(node == 0, 0, above)
         least = node
         for _ in tl.static_range(STEPS):  # the node 2^k steps up, and the least on the way
             least = tl.minimum(least, tl.gather(least, above, 0))

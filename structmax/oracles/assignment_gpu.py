@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from structmax.launch import quick
+
 
 @triton.jit
 def _at(j, where, x):
@@ -21,6 +23,7 @@ def _at(j, where, x):
     return tl.sum(tl.where(j == where, x, tl.zeros_like(x)))
 
 
+@quick
 @triton.jit(do_not_specialize=["sb", "sr", "sc", "n", "m"])
 def best_assignment(
     scores, sb, sr, sc, rows, columns, value, z, n, m, L: tl.constexpr

@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from structmax.launch import quick
+
 NOTHING = tl.constexpr(-float("inf"))
 
 
@@ -169,6 +171,7 @@ def _arcs(scores, sh, sm, row, word, n, gamma):
     return tl.load(scores + u * sh + i * sm, mask=used, other=NOTHING).to(tl.float64) / gamma, used
 
 
+@quick
 @triton.jit(do_not_specialize=["sb", "sh", "sm", "sl", "s"])
 def tree_sums(
     scores, sb, sh, sm, lengths, sl, gamma: tl.float64, A, mu, room, s,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from structmax.launch import quick
 from structmax.sparse import active_set
 from structmax.sparse.support import Oracle
 
@@ -132,6 +133,7 @@ def _leave(W, slot, active, ROOM, used, K: tl.constexpr):
 # ---------------------------------------------------------------------------------------- steps
 
 
+@quick
 @triton.jit(do_not_specialize=["used"])
 def _settle(P, C, ACTIVE, DONE, NEWEST, A, W, ROOM, used, K: tl.constexpr):
     """Walks to the best point of the face; structures whose weight reaches 0 leave it."""
@@ -168,6 +170,7 @@ def _settle(P, C, ACTIVE, DONE, NEWEST, A, W, ROOM, used, K: tl.constexpr):
     tl.store(DONE + b, done.to(tl.uint8))
 
 
+@quick
 @triton.jit(do_not_specialize=["used"])
 def _look(P, COUNTS, THETA, MU, G, used, parts, width, K: tl.constexpr):
     """μ = Mp, and the gradient θ − μ."""
@@ -186,6 +189,7 @@ def _look(P, COUNTS, THETA, MU, G, used, parts, width, K: tl.constexpr):
     tl.store(G + b * parts + d, tl.where(own, theta - mu, theta), mask=d < parts)
 
 
+@quick
 @triton.jit(do_not_specialize=["used"])
 def _absorb(
     P, C, ACTIVE, DONE, NEWEST, A, W, ROOM, used, COUNTS, THETA, MU, Z, GAP, CALLS,

@@ -325,15 +325,20 @@ class DependencyTree(SquareStructure):
 
     def _z_of(self, heads: Tensor, labels: Tensor | None) -> Tensor:
         """The indicator of heads and labels ``(..., n)``."""
-        at = torch.arange(self.event_shape[0], device=heads.device)
-        z = (heads[..., None, :] == at[:, None]) & self._inside()[..., None, :]
-        z = torch.nn.functional.pad(z, (1, 0))
-        if labels is not None:
-            label = torch.nn.functional.pad(labels, (1, 0))
-            z = z[..., None] & (
-                label[..., None, :, None] == torch.arange(self._labels, device=z.device)
-            )
-        return z.to(self.dtype)
+        s = self.event_shape[0]
+        z = heads.new_zeros((*heads.shape[:-1], s, s), dtype=self.dtype)
+        index = heads.unsqueeze(-2)
+        if self.lengths is None:
+            z[..., 1:].scatter_(-2, index, 1.0)
+        else:
+            inside = self._inside().unsqueeze(-2).to(self.dtype).expand(index.shape)
+            z[..., 1:].scatter_(-2, index, inside)
+        if labels is None:
+            return z
+        label = torch.nn.functional.pad(labels, (1, 0))
+        return z[..., None] * (
+            label[..., None, :, None] == torch.arange(self._labels, device=z.device)
+        )
 
     def _as_heads(self, obj: Any) -> Tensor:
         event = (self._longest, 2) if self.labelled else (self._longest,)

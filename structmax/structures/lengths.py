@@ -9,7 +9,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from structmax import checks
+from structmax.primitive import is_plain
 from structmax.structures.base import Structure
+
+MOST = 256  # tensors kept
+_kept: dict[tuple[torch.Size, int, torch.device], Tensor] = {}
+
+
+def full(shape: torch.Size, n: int, device: torch.device) -> Tensor:
+    """``(*shape)`` times n.
+
+    On a GPU it is made once, since a launch takes longer than most of what reads it. It is never
+    given up, so that no stream can find its memory used for something else.
+    """
+    if device.type != "cuda" or not (is_plain(()) and checks.can_look()):
+        return torch.full(shape, n, device=device)
+    key = shape, n, device
+    found = _kept.get(key)
+    if found is None:
+        with torch.inference_mode(False):
+            found = torch.full(shape, n, device=device)
+        if len(_kept) < MOST:
+            torch.cuda.current_stream(device).synchronize()  # other streams need not wait for it
+            _kept[key] = found
+    return found
 
 
 class OneSided(Structure):
@@ -27,7 +51,7 @@ class OneSided(Structure):
         """The length of each item, ``(*B)``."""
         n = self._longest
         if self.lengths is None:
-            return torch.full(self.batch_shape, n, dtype=torch.int64, device=self._first.device)
+            return full(self.batch_shape, n, self._first.device)
         lengths = self.lengths.long().expand(self.batch_shape)
         return lengths if self._lengths_are_good else torch.where(self._bad_lengths(), n, lengths)
 
@@ -49,7 +73,7 @@ class TwoSided(Structure):
         out = []
         for given, most in zip((self.rows, self.columns), self.event_shape, strict=True):
             if given is None:
-                size = torch.full(self.batch_shape, most, device=self._first.device)
+                size = full(self.batch_shape, most, self._first.device)
             else:
                 size = given.long().expand(self.batch_shape)
                 if not self._lengths_are_good:

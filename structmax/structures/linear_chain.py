@@ -14,7 +14,7 @@ from torch import Tensor
 from structmax import checks
 from structmax.forest.chain import ops as dense
 from structmax.forest.topology import Forest, ForestBuilder, bucket, family, name_of
-from structmax.primitive import backend_for
+from structmax.primitive import Primitive, backend_for
 from structmax.smoothing import Smoothing
 from structmax.structures.base import Structure
 from structmax.structures.dynamic import DynamicStructure
@@ -38,6 +38,10 @@ def chain(n: int, c: int, steps: int) -> Forest:
     draw.edges(node[1:, None, :], node[:-1, :, None], -1, part)
     draw.edges(goal, node)
     return draw.build(n * c + steps * c * c)
+
+
+def _over(scores: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return scores if scores.shape == shape else scores.expand(shape)
 
 
 class LinearChain(OneSided, DynamicStructure):
@@ -174,7 +178,7 @@ class LinearChain(OneSided, DynamicStructure):
         """Whether a value ``(*B)`` that all scores go into shows that they are good; else looks."""
         if not self._unseen or not checks.can_look():
             return False
-        finite = math.isfinite(value.detach().sum().item())  # one kernel; a sum may also overflow
+        finite = math.isfinite(value.sum().item())  # one kernel; a sum may also overflow
         if finite:
             self._unseen = False
         else:
@@ -251,7 +255,7 @@ class LinearChain(OneSided, DynamicStructure):
         """The unary scores without start and end, and the transitions."""
         n, c = self.event_shape
         dtype = self._dtype_inside()
-        unary = self.unary.to(dtype).expand(*self.batch_shape, n, c)
+        unary = _over(self.unary.to(dtype), (*self.batch_shape, n, c))
         if not self._lengths_are_good:
             unary = (
                 unary + torch.where(self._bad_lengths(), math.nan, 0.0).to(dtype)[..., None, None]
@@ -259,7 +263,7 @@ class LinearChain(OneSided, DynamicStructure):
         transition = self.transition.to(dtype)
         if not self._steps_given:
             transition = transition.unsqueeze(-3)
-        return unary, transition.expand(*self.batch_shape, *transition.shape[-3:])
+        return unary, _over(transition, (*self.batch_shape, *transition.shape[-3:]))
 
     def _forest_key(self) -> str:
         n, c = self.event_shape
@@ -337,16 +341,24 @@ class LinearChain(OneSided, DynamicStructure):
         ]
         return unary, transition, *given
 
+    def _law(self) -> tuple[Primitive, tuple[Any, ...]]:
+        """A and its arguments."""
+        args = (self._lengths(),), "", self.smoothing.code
+        if self.start is None and self.end is None:
+            return dense.plain_chain, (self._main_parts(), *args)
+        return dense.chain, (self._dense_parts(), *args)
+
     def _value(self) -> Tensor:
         if not self._is_gibbs:
             return super()._value()
-        return dense.chain.value(self._dense_parts(), (self._lengths(),), "", self.smoothing.code)
+        law, args = self._law()
+        return law.value(*args)
 
     def _value_and_gradient(self) -> tuple[Tensor, tuple[Tensor, ...]]:
         if not self._is_gibbs:
             return super()._value_and_gradient()
-        args = (self._lengths(),), "", self.smoothing.code
-        value, *mu = dense.chain.value_and_gradient(self._dense_parts(), *args)
+        law, args = self._law()
+        value, *mu = law.value_and_gradient(*args)
         return value, tuple(mu[:2])
 
     def log_partition(self) -> Tensor:

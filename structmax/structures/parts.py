@@ -55,14 +55,10 @@ class PartStructure(Structure):
     def _replace_primary(self, scores: Tensor) -> Any:
         """The same structure with other primary scores, ``(*batch, *parts)``."""
 
+    @abstractmethod
     def _argmax_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The best structure at other scores, shaped as ``_parts()``: its score ``(*batch)``, −inf
         if there is none, and how often it has each part, shaped as the scores."""
-        if len(parts) > 1:
-            raise NotImplementedError(f"{self._name} must define _argmax_parts.")
-        other = self._replace_primary(parts[0])
-        z = other.argmax()
-        return other._score(z), (z.to(parts[0].dtype),)
 
     def _usable_parts(self) -> Tensor:
         """Which primary parts some structure may have, whatever the scores: no padding. A mask
@@ -123,8 +119,9 @@ class PartStructure(Structure):
 
     # -- value and gradient -----------------------------------------------------------------------
 
-    def _cached(self) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Value and gradient; kept for the next query where nothing watches the computation."""
+    def _cached(self, first: int | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Value and gradient (of the ``first`` scores, if given), which are kept for the next query
+        where nothing watches the computation."""
         tensors = [t for t, _ in self._tensors().values()]
         if (
             torch.compiler.is_compiling()
@@ -132,14 +129,15 @@ class PartStructure(Structure):
             or torch.is_inference_mode_enabled()
             or any(t.is_inference() for t in tensors)
         ):
-            return self._value_and_gradient()
+            value, mu = self._value_and_gradient()
+            return value, mu[:first]
         kept = self.__dict__.get("_kept")
         if kept is None or kept[0] != _state(tensors, *kept[1:]):
             value, mu = self._value_and_gradient()
             kept = _state(tensors, value, mu), value, mu
             self.__dict__["_kept"] = kept
         _, value, mu = kept
-        return value.detach(), tuple(m.detach() for m in mu)  # ours stay without a gradient
+        return value.detach(), tuple(m.detach() for m in mu[:first])  # ours stay without a gradient
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k != "_kept"}
@@ -151,7 +149,7 @@ class PartStructure(Structure):
 
     def log_partition(self) -> Tensor:
         kept = self.__dict__.get("_kept")
-        return self._value() if kept is None else self._cached()[0]
+        return self._value() if kept is None else self._cached(0)[0]
 
     def _refuse_infeasible(self, query: str, value: Tensor, answer: Tensor) -> Tensor:
         """The answer; an item without a structure is an error, or NaN where one cannot look."""
@@ -166,7 +164,7 @@ class PartStructure(Structure):
         return torch.where(good[(..., *[None] * (answer.dim() - good.dim()))], answer, math.nan)
 
     def marginals(self) -> Tensor:
-        value, mu = self._cached()
+        value, mu = self._cached(1)
         return self._refuse_infeasible("marginals", value, mu[0]).to(self.dtype)
 
     # -- discrete queries -------------------------------------------------------------------------

@@ -32,6 +32,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from structmax.launch import quick
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
@@ -157,6 +159,7 @@ def _loud(x):
     return tl.where(x != x, float("inf"), x)
 
 
+@quick
 @triton.jit
 def _inward(
     U, us, T, ts, L, ls, S, K, n, c,
@@ -222,6 +225,7 @@ def _meet(S, K, b, middle, n, c, C: tl.constexpr):
     return alpha, beta, offset + _log_sum(alpha + beta, 0)[0].to(tl.float64) * LN2
 
 
+@quick
 @triton.jit
 def _total(L, ls, A, S, K, n, c, C: tl.constexpr):
     """A alone, after phase 1."""
@@ -231,6 +235,7 @@ def _total(L, ls, A, S, K, n, c, C: tl.constexpr):
     tl.store(A + b, total.to(A.dtype.element_ty))
 
 
+@quick
 @triton.jit
 def _outward(
     U, us, T, ts, L, ls, A, MU, MT, S, K, n, steps, c,
@@ -307,6 +312,7 @@ def _outward(
         _store_tile(MT, tl.program_id(1).to(tl.int64), b, tl.num_programs(0), c, edges, C)
 
 
+@quick
 @triton.jit
 def _hessian_product(
     U, us, T, ts, L, ls, VU, vus, VT, vts, WU, WT, S, D, n, steps, c,
@@ -387,6 +393,7 @@ def _hessian_product(
             _store_tile(WT, b, t, steps, c, tl.zeros((C, C), zeros.dtype), C)
 
 
+@quick
 @triton.jit
 def _viterbi(
     U, us, T, ts, L, ls, BEST, TAGS, P, n, c,
@@ -441,7 +448,7 @@ def value(unary: Tensor, transition: Tensor, lengths: Tensor, wide: bool = False
     batch, n, c = unary.shape
     a = unary.new_empty(batch, dtype=torch.float64 if wide else None)
     with torch.cuda.device_of(unary):
-        scratch, peaks, options = _run_inward(unary, transition, lengths, False)
+        _, scratch, peaks, options = _run_inward(unary, transition, lengths, False)
         _total[(batch,)](
             lengths, lengths.stride(0), a, scratch, peaks, n, c, C=options["C"], num_warps=1
         )
@@ -457,9 +464,9 @@ def gradient(
     mu = unary.new_empty(unary.shape)
     edges = unary.new_empty((2 if steps == 1 else 1, *transition.shape))
     with torch.cuda.device_of(unary):
-        scratch, peaks, options = _run_inward(unary, transition, lengths, True)
+        scores, scratch, peaks, options = _run_inward(unary, transition, lengths, True)
         _outward[(batch, 2)](
-            *_scores(unary, transition, lengths), a, mu, edges, scratch, peaks,
+            *scores, a, mu, edges, scratch, peaks,
             unary.shape[1], steps, c, **options,
         )  # fmt: skip
     return a, mu, edges[0].add_(edges[1]) if steps == 1 else edges[0]
@@ -497,15 +504,15 @@ def argmax(unary: Tensor, transition: Tensor, lengths: Tensor) -> tuple[Tensor, 
 
 def _run_inward(
     unary: Tensor, transition: Tensor, lengths: Tensor, gradient: bool
-) -> tuple[Tensor, Tensor, dict[str, int]]:
-    """Runs phase 1. Returns its scratch S and K, and the options for phase 2."""
+) -> tuple[tuple[object, ...], Tensor, Tensor, dict[str, int]]:
+    """Runs phase 1. Returns what phase 2 needs: leading arguments, scratch S and K, options."""
     batch, n, c = unary.shape
     scratch = unary.new_empty((batch, n + 1, c))
     peaks = unary.new_empty((batch, 2, n + 1), dtype=torch.float64)
     options = _options(unary, transition)
     scores = _scores(unary, transition, lengths)
     _inward[(batch, 2)](*scores, scratch, peaks, n, c, GRADIENT=gradient, **options)
-    return scratch, peaks, options
+    return scores, scratch, peaks, options
 
 
 def _scores(unary: Tensor, transition: Tensor, lengths: Tensor) -> tuple[object, ...]:

@@ -3,7 +3,8 @@
 ``chain`` is A(θ); ``chain_loss`` is A(θ) − ⟨θ, z⟩ for the z of some tags, which is convex too, with
 gradient μ − z and the same Hessian. Scores: ``unary (*batch, n, c)``, ``transition (*batch, s, c,
 c)`` with s ∈ {1, n − 1}, ``start`` and ``end (*batch, c)``, or ``(*batch, 0)`` for none; constants:
-``lengths (*batch)`` and ``tags (*batch, n)``. The kernels know γ = 1 only: γ·A(θ/γ) has gradient
+``lengths (*batch)`` and ``tags (*batch, n)``. ``plain_chain`` is A without start and end, for which
+not even empty tensors have to be made. The kernels know γ = 1 only: γ·A(θ/γ) has gradient
 μ(θ/γ) and Hessian ∇²A(θ/γ)/γ.
 """
 
@@ -59,8 +60,7 @@ def _scaled(tensors: Tensors, gamma: float) -> list[Tensor]:
 
 def _naive(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
     # in float64 throughout: a loss is a small difference of what may be large
-    unary, transition, start, end = (t.double() for t in scores)
-    unary = naive.fold(unary, start, end, constants[0])
+    unary, transition = _folded([t.double() for t in scores], constants[0])
     value = naive.value(unary, transition, constants[0], from_code(omega))
     if len(constants) > 1:
         value = value - naive.score(unary, transition, *constants)
@@ -68,12 +68,14 @@ def _naive(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tenso
 
 
 def _folded(scores: Tensors, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    unary, transition, start, end = scores
-    return naive.fold(unary, start, end, lengths), transition
+    unary, transition, *ends = scores
+    return naive.fold(unary, *ends, lengths) if ends else unary, transition
 
 
 def _spread(folded: Tensors, ends: Tensors, lengths: Tensor) -> list[Tensor]:
-    """What the four scores receive, given what the folded ones do; ``ends`` are start and end."""
+    """What all scores receive, given what the folded ones do; ``ends`` are start and end."""
+    if not ends:
+        return list(folded)
     (unary, transition), (start, end) = folded, ends
     first, final = torch.empty_like(start), torch.empty_like(end)
     if start.shape[-1]:
@@ -84,10 +86,15 @@ def _spread(folded: Tensors, ends: Tensors, lengths: Tensor) -> list[Tensor]:
     return [unary, transition, first, final]
 
 
+def _four(scores: list[Tensor]) -> list[Tensor]:
+    none = [] if len(scores) == 4 else [scores[0].new_empty(1, 0)] * 2
+    return [*scores, *none]
+
+
 def _value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
     gamma, theta = omega[1], _scaled(scores, omega[1])
     if _backend(scores[0]) == "cpu":
-        value = _engine(scores[0]).value(*theta, *constants)
+        value = _engine(scores[0]).value(*_four(theta), *constants)
     else:
         folded = _folded(theta, constants[0])
         value = _engine(scores[0]).value(*folded, constants[0], len(constants) > 1)
@@ -99,7 +106,8 @@ def _value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tenso
 def _gradient(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> list[Tensor]:
     gamma, theta = omega[1], _scaled(scores, omega[1])
     if _backend(scores[0]) == "cpu":
-        value, *mu = _engine(scores[0]).gradient(*theta, *constants)
+        value, *mu = _engine(scores[0]).gradient(*_four(theta), *constants)
+        mu = mu[: len(scores)]
     else:
         folded = _folded(theta, constants[0])
         value, *mu = _engine(scores[0]).gradient(*folded, constants[0], len(constants) > 1)
@@ -132,6 +140,7 @@ def _hvp(
 
 _functions = (_value, _gradient, _hvp, _naive, _backend)
 chain = Primitive("chain", (2, 3, 1, 1), (0,), *_functions)
+plain_chain = Primitive("plain_chain", (2, 3), (0,), *_functions)
 chain_loss = Primitive("chain_loss", (2, 3, 1, 1), (0, 1), *_functions)
 
 

@@ -1,10 +1,14 @@
 """Paths through a grid on the GPU: Triton kernels, one program per item.
 
-A program goes through the anti-diagonals i + j = d one after the other, in blocks of as many rows
-as it has room for, so neither side has a largest length. A diagonal needs the two before it; those
-are kept in a ring of three in global memory, which the cache holds, with a barrier of the program
-between diagonals. So a launch takes rows + columns steps, however many items there are; all the
-work of a step is a few instructions for each cell.
+A program goes through the anti-diagonals i + j = d one after the other. A diagonal needs the two
+before it, so a launch takes rows + columns steps, however many items there are; all the work of a
+step is a few instructions for each cell, and what counts is how long it waits for memory.
+
+Up to ``ROWS`` rows a thread has its rows in registers (``up_rows``, ``down_rows``). It gets one
+number from the row beside it, by a ring of two in global memory, which the cache holds, with a
+barrier of the program between diagonals; what else a diagonal reads is asked for ``AHEAD`` of its
+turn. More rows are taken in blocks, with all of the last diagonals in a ring of three (``up``,
+``down``), so neither side has a largest length; so are directions.
 
 What the way back needs is kept for every cell, that of (i, j) at [(i + j) mod m, i]: so a diagonal
 is contiguous and nothing is wasted. Values are float64; what enters exp and log is in the dtype of
@@ -19,10 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from structmax import smoothing
+from structmax.launch import quick
 
 HARD, SHANNON = tl.constexpr(smoothing.HARD), tl.constexpr(smoothing.SHANNON)
 Code = tuple[float, float, float]
 ROWS = 1024  # of a diagonal that a program takes at a time, at most
+AHEAD = tl.constexpr(2)  # diagonals
 
 
 @triton.jit
@@ -44,7 +50,10 @@ def choose(x0, x1, x2, gamma, DTYPE: tl.constexpr, KIND: tl.constexpr):
     nan = tl.where((x0 == x0) & (x1 == x1) & (x2 == x2), 0.0, nan)
     none = top == -float("inf")
     peak = tl.where(none, 0.0, top)
-    y0, y1, y2 = (x0 - peak) / gamma, (x1 - peak) / gamma, (x2 - peak) / gamma
+    rate = 1.0 / tl.cast(gamma, tl.float64)
+    y0 = tl.where(x0 == peak, 0.0, (x0 - peak) * rate)  # the rate may be ∞
+    y1 = tl.where(x1 == peak, 0.0, (x1 - peak) * rate)
+    y2 = tl.where(x2 == peak, 0.0, (x2 - peak) * rate)
     if KIND == HARD:
         q0 = ((y0 == 0.0) & (nan == 0.0)).to(DTYPE)
         q1 = ((y1 == 0.0) & (y0 != 0.0)).to(DTYPE)
@@ -70,6 +79,7 @@ def choose(x0, x1, x2, gamma, DTYPE: tl.constexpr, KIND: tl.constexpr):
     return value + nan, q0 + loud, q1 + loud, q2 + loud
 
 
+@quick
 @triton.jit
 def up(
     theta, sb, si, sj, R, C, V, Q, A, n, m, depth, band, gamma: tl.float64,
@@ -104,6 +114,59 @@ def up(
     tl.store(A + b, tl.load(V + (rows + columns - 2) % 3 * (n + 2) + rows))
 
 
+@triton.jit
+def cells(d, i, rows, columns, band):
+    """Which of rows i have a cell on diagonal d, which may lie outside the grid."""
+    inside = (i <= d) & (i < rows) & (d - i < columns)
+    if band >= 0:
+        wide = rows.to(tl.int64)
+        low, high = reach(wide * 0 + d, wide, columns.to(tl.int64), band)
+        inside &= (i >= low) & (i < high)
+    return inside
+
+
+@quick
+@triton.jit
+def up_rows(
+    theta, sb, si, sj, R, C, V, Q, A, n, m, depth, band, gamma: tl.float64,
+    BLOCK: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """As ``up``, for n ≤ BLOCK; V ``(B, 2, BLOCK + 1)`` comes with anything in it."""
+    b = tl.program_id(0).to(tl.int64)
+    rows, columns = tl.load(R + b).to(tl.int32), tl.load(C + b).to(tl.int32)
+    theta += b * sb
+    V += b * 2 * (BLOCK + 1)
+    plane = (b * 0 + depth) * n
+    Q += b * 3 * plane
+    i = tl.arange(0, BLOCK)
+    at = theta + i * (b * 0 + si - sj)  # of column −i
+    tl.store(V + i, -float("inf"))
+    tl.store(V + BLOCK + 1 + i, -float("inf"))
+    tl.debug_barrier()
+    own = tl.load(at, mask=cells(0, i, rows, columns, band), other=0.0)
+    after = tl.load(at + sj, mask=cells(1, i, rows, columns, band), other=0.0)
+    x0 = tl.full((BLOCK,), -float("inf"), tl.float64)
+    value = x0
+    for d in range(0, rows + columns - 1):
+        inside = cells(d, i, rows, columns, band)
+        ring = V + d % 2 * (BLOCK + 1)
+        x1 = tl.load(V + (d + 1) % 2 * (BLOCK + 1) + i)
+        later = cells(d + AHEAD, i, rows, columns, band)
+        coming = tl.load(at + (b * 0 + d + AHEAD) * sj, mask=later, other=0.0)
+        best, q0, q1, q2 = choose(x0, x1, value, gamma, Q.dtype.element_ty, KIND)
+        best = own.to(tl.float64) + tl.where(d == 0, 0.0, best)
+        value = tl.where(inside, best, -float("inf"))
+        tl.store(ring + i + 1, value)
+        kept = Q + (b * 0 + d % depth) * n + i
+        tl.store(kept, q0, mask=inside)
+        tl.store(kept + plane, q1, mask=inside)
+        tl.store(kept + 2 * plane, q2, mask=inside)
+        x0, own, after = x1, after, coming
+        tl.debug_barrier()
+    tl.store(A + b, tl.sum(tl.where(i == rows - 1, value, 0.0)))
+
+
+@quick
 @triton.jit
 def tangent_up(
     direction, sb, si, sj, R, C, V, Q, D, n, m, band, gamma: tl.float64,
@@ -156,6 +219,7 @@ def into(F, d, i, n, inside):
     return total + tl.load(one + 2 * (n + 2) + i + 1, mask=inside, other=0.0)
 
 
+@quick
 @triton.jit
 def down(
     R, C, A, Q, D, F, dF, M, n, m, band, BLOCK: tl.constexpr, TANGENT: tl.constexpr
@@ -198,6 +262,54 @@ def down(
         tl.debug_barrier()
 
 
+@triton.jit
+def backpointers(Q, d, i, n, m, plane, rows, columns, band):
+    """Those of the cells of diagonal d, 0 where it has none."""
+    inside = (d >= 0) & cells(d, i, rows, columns, band)
+    at = Q + (plane * 0 + d % m) * n + i
+    q0 = tl.load(at, mask=inside, other=0.0)
+    q1 = tl.load(at + plane, mask=inside, other=0.0)
+    return q0, q1, tl.load(at + 2 * plane, mask=inside, other=0.0)
+
+
+@quick
+@triton.jit
+def down_rows(R, C, A, Q, F, M, n, m, band, BLOCK: tl.constexpr):
+    """As ``down``, for n ≤ BLOCK; F ``(B, 2, BLOCK + 1)`` comes with anything in it.
+
+    What flows into row i comes from row i itself and from the row after it: by one move from the
+    diagonal after this, by the other from the second after this. F holds the sum of these two.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    rows, columns = tl.load(R + b).to(tl.int32), tl.load(C + b).to(tl.int32)
+    a = tl.load(A + b)
+    seed = tl.where(a != a, a, tl.where(a == -float("inf"), 0.0, 1.0))
+    plane = (b * 0 + m) * n
+    Q += b * 3 * plane
+    F += b * 2 * (BLOCK + 1)
+    M += b * plane
+    i = tl.arange(0, BLOCK)
+    for ring in tl.static_range(2):
+        tl.store(F + ring * (BLOCK + 1) + i, 0.0)
+        tl.store(F + ring * (BLOCK + 1) + BLOCK, 0.0)
+    tl.debug_barrier()
+    last = rows + columns - 2
+    q0, q1, q2 = backpointers(Q, last, i, n, m, plane, rows, columns, band)
+    r0, r1, r2 = backpointers(Q, last - 1, i, n, m, plane, rows, columns, band)
+    beside = tl.where(i == rows - 1, seed, 0.0)  # from the row itself
+    across = tl.zeros((BLOCK,), tl.float64)  # to the row before, two diagonals on
+    for k in range(0, last + 1):
+        d = last - k
+        inside = cells(d, i, rows, columns, band)
+        g = tl.load(F + (k + 1) % 2 * (BLOCK + 1) + i + 1) + beside
+        s0, s1, s2 = backpointers(Q, d - AHEAD, i, n, m, plane, rows, columns, band)
+        tl.store(F + k % 2 * (BLOCK + 1) + i, across + tl.where(inside, g * q1, 0.0))
+        across, beside = tl.where(inside, g * q0, 0.0), tl.where(inside, g * q2, 0.0)
+        tl.store(M + i * (b * 0 + m - 1) + d, g.to(M.dtype.element_ty), mask=inside)
+        q0, q1, q2, r0, r1, r2 = r0, r1, r2, s0, s1, s2
+        tl.debug_barrier()
+
+
 class Block:
     """A batch with the way up done."""
 
@@ -213,8 +325,11 @@ class Block:
         depth = self.m if keep else 1
         self.Q = self.room(theta.dtype, 3, depth, self.n)
         self.A = self.room(torch.float64)
-        V = self.room(torch.float64, 3, self.n + 2).fill_(-torch.inf)
-        up[(self.B,)](
+        if self.n <= block:
+            way, V = up_rows, self.room(torch.float64, 2, block + 1)
+        else:
+            way, V = up, self.room(torch.float64, 3, self.n + 2).fill_(-torch.inf)
+        way[(self.B,)](
             theta, *theta.stride(), *self.sizes, V, self.Q, self.A,
             self.n, self.m, depth, band, self.gamma, KIND=self.kind, **self.how,
         )  # fmt: skip
@@ -227,7 +342,15 @@ class Block:
 
     def visits(self, D: Tensor | None = None) -> Tensor:
         """``(B, n, m)``, or its derivative given that of the backpointers."""
-        out, F = torch.zeros_like(self.theta, memory_format=torch.contiguous_format), self.flows()
+        out = torch.zeros_like(self.theta, memory_format=torch.contiguous_format)
+        block = self.how["BLOCK"]
+        if D is None and self.n <= block:
+            F = self.room(torch.float64, 2, block + 1)
+            down_rows[(self.B,)](
+                *self.sizes, self.A, self.Q, F, out, self.n, self.m, self.band, **self.how
+            )
+            return out
+        F = self.flows()
         dF = F if D is None else self.flows()
         down[(self.B,)](
             *self.sizes, self.A, self.Q, self.Q if D is None else D, F, dF, out,
