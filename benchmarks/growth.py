@@ -63,14 +63,14 @@ STRUCTURES: dict[str, tuple[Make, dict[str, tuple[int, list[int]]], int, int]] =
         1,
         1,
     ),
-    "BinaryTree": (_binary, {"cpu": (16, [48, 96]), "cuda": (16, [320, 640])}, 3, 2),
+    "BinaryTree": (_binary, {"cpu": (8, [96, 192]), "cuda": (16, [320, 640])}, 3, 2),
     "DependencyTree, projective": (
         _projective,
-        {"cpu": (16, [32, 64]), "cuda": (16, [256, 512])},
+        {"cpu": (8, [64, 128]), "cuda": (16, [256, 512])},
         3,
         2,
     ),
-    "DependencyTree": (_nonprojective, {"cpu": (4, [64, 128]), "cuda": (16, [256, 512])}, 3, 2),
+    "DependencyTree": (_nonprojective, {"cpu": (4, [128, 256]), "cuda": (16, [256, 512])}, 3, 2),
 }
 
 

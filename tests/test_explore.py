@@ -22,13 +22,14 @@ from explorer import explorer, train
 
 import structmax as sx
 from structmax.explore import dtw, estimators, html, pages, simplex, structures
-from structmax.explore.catalogue import KINDS, MOST, RANGE, problem, words_of
+from structmax.explore.catalogue import KINDS, RANGE, problem, words_of
 
 pytest.importorskip("typer")
 pytest.importorskip("safetensors")
 
 from structmax.cli import main
-from structmax.explore import model
+from structmax.explore import model, serve
+from structmax.train import UserError
 
 LONG = "a b c d e f g h i j k l m n o"
 
@@ -38,9 +39,8 @@ def given(kind: str, long: bool = False, **changes: Any) -> dict[str, Any]:
     chosen = KINDS[kind]
     text, other = chosen.text, chosen.other or ""
     if long:
-        words = LONG.split()[: chosen.most]
-        text = "abcdefghijk" if kind == "CTC" else " ".join(words)  # so many frames
-        other = " ".join(words)
+        text = "abcdefghijk" if kind == "CTC" else LONG  # so many frames
+        other = LONG
     values = {"kind": kind, "text": text, "other": other, "gamma": 1.0, "seed": 0}
     return {**values, "scores": problem(kind, text, other).scores.tolist(), **changes}
 
@@ -114,12 +114,11 @@ def test_what_is_written_is_checked_and_escaped() -> None:
         assert words in pages.view("structures", values)
     attack = '<script>alert(1)</script> <img/src=x/onerror=alert(1)> &amp; "quoted" \'</svg>'
     for kind in KINDS:
-        if KINDS[kind].most == MOST:
-            values = {"kind": kind, "text": attack, "other": attack, "gamma": 1.0, "seed": 0}
-            values["scores"] = problem(kind, attack, attack).scores.tolist()
-            page = pages.view("structures", values)
-            assert "<script" not in page and "<img" not in page
-            assert len(pictures(page)) >= 3, kind
+        values = {"kind": kind, "text": attack, "other": attack, "gamma": 1.0, "seed": 0}
+        values["scores"] = problem(kind, attack, attack).scores.tolist()
+        page = pages.view("structures", values)
+        assert "<script" not in page and "<img" not in page
+        assert len(pictures(page)) >= 3, kind
     assert "<b>" not in html.figure("<b>", sx.Choice(torch.zeros(2)).draw())
     assert "<b>" not in html.table(["<b>", "<b>"], [("<b>", ["<b>"])], "<b>")
     assert "<b>" not in html.numbers({"<b>": "<b>"}) + html.message("<b>")
@@ -193,15 +192,58 @@ def test_a_model_draws_what_it_predicts(run: Path) -> None:
     broken = pages.view("model", {"run": str(run), "line": "<script>"})
     assert "sx-message" in broken and "<script" not in broken
     assert model.example(str(run)) == model.LISTOPS
+    long = pages.view("model", {"run": str(run), "line": "[MAX 2 ]" * 1000})
+    assert "letters, got 8000" in long and not pictures(long)
+
+
+@pytest.mark.parametrize("name", pages.NAMES)
+def test_the_app_shows_every_page(name: str) -> None:
+    pytest.importorskip("marimo")
+    from structmax.explore.app import app
+
+    first = name == pages.NAMES[0]  # which is shown where none is asked for
+    outputs, found = app.run() if first else app.run(defs={"name": name, "asked": name})
+    assert found["name"] == name
+    stages = [found[stage].value for stage in ("first", "second", "third")]
+    assert [len(values) > 0 for values in stages] == [
+        len(pages.page(name).STAGES) > stage and name != "model" for stage in range(3)
+    ]
+    shown = outputs[-1].text
+    assert "sx-page" in shown and bool(pictures(shown)) == (name != "model")
+
+
+def test_controls_of_what_cannot_be_read(run: Path) -> None:
+    """A mistake is told where the answer would be; the controls before it stay."""
+    ui = pytest.importorskip("marimo").ui
+    kind = next(iter(KINDS))
+    knobs = pages.controls("structures", 2, ui, {"kind": kind, "text": ""})
+    assert {"gamma", "seed"} <= set(knobs) and "scores" not in knobs
+    assert pages.controls("structures", 3, ui, {}) == {}
+    assert list(pages.controls("model", 0, ui, {"run": str(run)})) == ["line"]
+    for kind, chosen in KINDS.items():
+        values = {"kind": kind, "text": chosen.text, "other": chosen.other or ""}
+        texts = pages.controls("structures", 1, ui, values)
+        assert ("other" in texts) == (chosen.other is not None)
+        knobs = pages.controls("structures", 2, ui, values)
+        assert "scores" in knobs and ("omega" in knobs) == chosen.smoothed
+
+
+def test_answers_without_a_picture(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "answer", lambda run, line: {"text": "good 0.9"})
+    page = pages.view("model", {"run": str(run), "line": "a line"})
+    assert "good 0.9" in page and "nothing to draw" in page and not pictures(page)
 
 
 # -- quick enough ---------------------------------------------------------------------------------
 
 
 @pytest.mark.bench
-@pytest.mark.parametrize("kind", KINDS)
-def test_answers_in_a_fifth_of_a_second(kind: str) -> None:
-    values = given(kind, long=True)
+@pytest.mark.parametrize(
+    ("kind", "omega"),
+    [(k, o) for k in KINDS for o in structures.SMOOTHINGS if KINDS[k].smoothed or o == "Shannon"],
+)
+def test_answers_in_a_fifth_of_a_second(kind: str, omega: str) -> None:
+    values = given(kind, long=True, omega=omega)
     pages.view("structures", values)
     times = []
     for seed in range(7):
@@ -238,6 +280,21 @@ def test_a_taken_port_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         port = taken.getsockname()[1]
         assert main(["explore", "--no-browser", "--port", str(port)]) == 2
     assert str(port) in capsys.readouterr().err
+
+
+def test_the_next_free_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert port < serve.free_port(port) < port + 200
+
+    def refuse(port: int) -> None:
+        raise UserError("taken")
+
+    monkeypatch.setattr(serve, "check_port", refuse)
+    with pytest.raises(UserError, match="no port from 7000 to 7199 is free"):
+        serve.free_port(7000)
 
 
 def test_says_what_is_missing(

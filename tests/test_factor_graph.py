@@ -9,10 +9,17 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import linprog, minimize
+from table import ROWS
+from torch.autograd import forward_ad
 
 import structmax as sx
 
 f64 = torch.float64
+
+
+@pytest.fixture(autouse=True)
+def same_scores() -> None:
+    torch.manual_seed(0)  # derivatives are checked away from kinks
 
 
 def randn(*shape: int, grad: bool = False) -> torch.Tensor:
@@ -92,24 +99,114 @@ def test_logic_against_enumeration(name: str) -> None:
     assert math.isclose(float(best[ids] @ theta), float((z @ theta).max()), abs_tol=1e-9)
 
 
+def chain_graph(x: torch.Tensor, transition: torch.Tensor) -> torch.Tensor:
+    graph = sx.FactorGraph()
+    tags = graph.variables(x)
+    graph.factor(sx.LinearChain(torch.zeros_like(x), transition), tags)
+    graph.budget(tags[:, 1], 1)
+    return graph.sparsemap(tol=1e-9)[tags]
+
+
+def ragged_graph(x: torch.Tensor, transition: torch.Tensor) -> torch.Tensor:
+    """Chains of 4, 2 and 1 words; what is beyond the length holds NaN in the factor."""
+    graph = sx.FactorGraph()
+    tags = graph.variables(x, batch_dims=1)
+    lengths = torch.tensor([4, 2, 1])
+    own = torch.zeros_like(x).detach()
+    own[1, 2:] = math.nan
+    graph.factor(sx.LinearChain(own, transition, lengths=lengths), tags)
+    graph.budget(tags[:, 1], 1)
+    return graph.sparsemap(tol=1e-9)[tags]
+
+
+def tree_graph(x: torch.Tensor) -> torch.Tensor:
+    graph = sx.FactorGraph()
+    arcs = graph.variables(x)
+    graph.factor(sx.DependencyTree(torch.zeros_like(x)), arcs)
+    graph.budget(arcs[1:, 1:], 1)
+    return graph.sparsemap(tol=1e-9)[arcs]
+
+
+def matching_graph(x: torch.Tensor) -> torch.Tensor:
+    graph = sx.FactorGraph()
+    cells = graph.variables(x, batch_dims=1)
+    graph.xor(cells)
+    graph.at_most_one(cells.T)
+    return graph.sparsemap(tol=1e-9)[cells]
+
+
+def pairs_graph(x: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
+    """A loop of pairs with one variable that is negated, one in no factor and one switched off."""
+    off = torch.full_like(x[..., :1], -math.inf)
+    graph = sx.FactorGraph()
+    ids = graph.variables(torch.cat([x, off], -1), batch_dims=1)
+    graph.pairwise(ids[:3], torch.stack([ids[1], ids[2], ~ids[0]]), both)
+    graph.at_most_one(ids[torch.tensor([0, 1, 4])])
+    return graph.sparsemap(tol=1e-9).values
+
+
+GRAPHS = {
+    "chain": (chain_graph, (4, 2), (2, 2)),
+    "ragged": (ragged_graph, (3, 4, 2), (2, 2)),
+    "tree": (tree_graph, (5, 5)),
+    "matching": (matching_graph, (2, 3, 4)),
+    "pairs": (pairs_graph, (2, 4), (2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", [*LOGIC, *GRAPHS])
+def test_derivatives(name: str) -> None:
+    """Of both orders, and of a loss of which the second derivative is not zero."""
+    shapes = GRAPHS[name][1:] if name in GRAPHS else [(4,)]
+    leaves = [(0.3 * randn(*shape)).requires_grad_() for shape in shapes]
+
+    def solve(*x: torch.Tensor) -> torch.Tensor:
+        if name in GRAPHS:
+            return GRAPHS[name][0](*x)
+        graph, ids = graph_of(name, x[0])
+        return graph.sparsemap(tol=1e-9)[ids]
+
+    weights = randn(*solve(*leaves).shape)
+
+    def loss(*x: torch.Tensor) -> torch.Tensor:
+        return (solve(*x).square() * weights).sum()
+
+    fast = {"eps": 1e-4, "atol": 1e-4, "fast_mode": True}
+    assert torch.autograd.gradcheck(solve, leaves, **fast)
+    assert torch.autograd.gradgradcheck(loss, leaves, **fast)
+
+
 @pytest.mark.parametrize("name", LOGIC)
-def test_gradients(name: str) -> None:
+def test_derivatives_of_belief_propagation(name: str) -> None:
     theta = randn(4, grad=True)
-
-    def solve(x: torch.Tensor) -> torch.Tensor:
-        graph, ids = graph_of(name, x)
-        return graph.sparsemap(tol=1e-11)[ids]
-
-    assert torch.autograd.gradcheck(solve, theta, atol=1e-4)
     assert torch.autograd.gradcheck(lambda x: graph_of(name, x)[0].marginals().values, theta)
+    assert torch.autograd.gradgradcheck(lambda x: graph_of(name, x)[0].marginals().values, theta)
 
 
-def test_no_second_derivative() -> None:
-    theta = randn(3, grad=True)
-    graph, ids = graph_of("xor", theta)
-    (g,) = torch.autograd.grad(graph.sparsemap()[ids].square().sum(), theta, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        g.sum().backward()
+def test_transforms() -> None:
+    """Forward and reverse derivatives, by torch.func as by autograd."""
+    x, transition = 0.3 * randn(4, 2), 0.3 * randn(2, 2)
+    to = randn(4, 2), randn(2, 2)
+    weights = randn(4, 2)
+
+    def loss(x: torch.Tensor, transition: torch.Tensor) -> torch.Tensor:
+        return (chain_graph(x, transition).square() * weights).sum()
+
+    leaves = x.requires_grad_(), transition.requires_grad_()
+    slopes = torch.autograd.grad(loss(*leaves), leaves, create_graph=True)
+    assert max(s.abs().max() for s in slopes) > 1e-3
+    plain = x.detach(), transition.detach()
+    torch.testing.assert_close(torch.func.grad(loss, (0, 1))(*plain), slopes)
+    along = sum((s * d).sum() for s, d in zip(slopes, to, strict=True))
+    torch.testing.assert_close(torch.func.jvp(loss, plain, to)[1], along)
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(t, d) for t, d in zip(plain, to, strict=True)]
+        torch.testing.assert_close(forward_ad.unpack_dual(loss(*duals)).tangent, along)
+    twice = torch.stack(
+        [torch.autograd.grad(s, x, retain_graph=True)[0] for s in slopes[0].flatten()]
+    )
+    found = torch.func.jacrev(torch.func.grad(loss))(*plain)
+    torch.testing.assert_close(found.reshape(8, 4, 2), twice)
 
 
 def test_one_structure_is_its_sparsemap() -> None:
@@ -126,6 +223,35 @@ def test_one_structure_is_its_sparsemap() -> None:
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(graph.marginals()[tags], chain.marginals())
     torch.testing.assert_close(graph.argmax()[tags], chain.argmax())
+
+
+ALONE = [
+    *("choice", "chain-step", "chain-single", "binary-tree-labelled", "projective-siblings"),
+    *("semi-markov-transition", "pcfg", "pcfg-low-rank", "path", "grid-4", "edit", "ctc"),
+    *("subset-padded", "assignment-wide", "nonprojective", "spanning-tree"),
+]
+
+
+@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("scale", [1.0, 50.0])
+def test_one_structure_of_every_kind(name: str, scale: float) -> None:
+    structure = ROWS.get(f"{name}/shannon", ROWS.get(f"{name}/shannon-0.5"))()
+    structure = structure._rebuild(**{k: t for k, (t, _) in structure._tensors().items()})
+    structure.smoothing = sx.Shannon()
+    x = scale * randn(*structure.batch_shape, *structure.event_shape)
+    graph = sx.FactorGraph()
+    ids = graph.variables(x.requires_grad_(), batch_dims=len(structure.batch_shape))
+    graph.factor(structure, ids)
+    whole = structure.perturb(x)
+    best = graph.argmax()
+    assert best.exact.all() and best.feasible.all()
+    torch.testing.assert_close(whole.score(best[ids]), whole.score(whole.argmax()))
+    torch.testing.assert_close(graph.marginals()[ids], whole.marginals(), atol=1e-9, rtol=0)
+    found, wanted = graph.sparsemap(tol=1e-9)[ids], whole.sparsemap().marginals
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+    weights = randn(*x.shape)
+    slopes = [torch.autograd.grad((mu * weights).sum(), x)[0] for mu in (found, wanted)]
+    torch.testing.assert_close(slopes[0], slopes[1], atol=1e-7, rtol=0)
 
 
 def test_scores_of_a_factor_add_to_those_of_its_variables() -> None:
@@ -263,25 +389,97 @@ def test_lp_map_is_the_linear_program() -> None:
     assert not best.exact and not best.feasible  # an odd cycle has no such assignment
 
 
+def test_exact_is_a_certificate() -> None:
+    """It holds for one of several best assignments, and does not wait for the last digit."""
+    graph, ids = graph_of("xor", torch.tensor([1.0, 1.0, 0.2, 0.0], dtype=f64))
+    best = graph.argmax()
+    assert best.exact and best[ids].sum() == 1 and best[ids][:2].sum() == 1
+    # a loop of pairs: which assignments are said to be the best are the best
+    theta, both = randn(20, 4), 2 * randn(20, 4)
+    graph = sx.FactorGraph()
+    ids = graph.variables(theta, batch_dims=1)
+    graph.pairwise(ids, ids.roll(-1), both)
+    graph.budget(ids, 3)
+    z = assignments(4)
+    z = z[z.sum(-1) <= 3]
+    top = (theta @ z.T + both @ (z * z.roll(-1, -1)).T).amax(-1)
+    best = graph.argmax()
+    found = best[ids]
+    score = (theta * found + both * found * found.roll(-1, -1)).sum(-1)
+    assert best.feasible.all() and int(best.exact.sum()) >= 10
+    torch.testing.assert_close(score[best.exact], top[best.exact])
+
+
+def test_pairs_do_not_forbid() -> None:
+    graph = sx.FactorGraph()
+    ids = graph.variables(torch.tensor([5.0, 5.0]))
+    graph.pairwise(ids[0], ids[1], torch.tensor(-3.0))
+    best = graph.argmax()
+    assert best[ids].tolist() == [1, 1] and best.feasible and best.exact
+
+
+def test_items_of_any_size() -> None:
+    """Scores of an item do not hide those of another, nor are they too small or too large."""
+    theta = randn(5, 3, 3) * torch.tensor([1e-9, 1e-3, 1.0, 1e3, 1e9], dtype=f64)[:, None, None]
+    graph = sx.FactorGraph()
+    cells = graph.variables(theta, batch_dims=1)
+    graph.xor(cells)
+    graph.xor(cells.T)
+    best = graph.argmax()
+    assert best.exact.all()
+    torch.testing.assert_close(best[cells], sx.Assignment(theta).argmax())
+    found = graph.sparsemap()
+    assert found.residual.max() <= 1e-7 and found.iterations < 1000
+    torch.testing.assert_close(
+        found[cells], sx.Assignment(theta).sparsemap().marginals, atol=1e-6, rtol=0
+    )
+
+
+def test_empty() -> None:
+    for shape, dims in (((3,), 0), ((0, 3), 1)):
+        graph = sx.FactorGraph()
+        ids = graph.variables(torch.ones(shape, requires_grad=True), batch_dims=dims)
+        graph.at_most_one(ids[:0, None].expand(0, 2))  # no factors at all
+        if dims:
+            graph.at_most_one(ids)
+            graph.pairwise(ids[0], ids[1], torch.zeros(()))
+        for query in (graph.sparsemap, graph.lp_map, graph.argmax, graph.marginals):
+            assert query()[ids].shape == shape
+
+
 def test_rounding_decides_what_is_nearest_to_a_decision(monkeypatch) -> None:
     answers = [[0.45, 0.8, 0.3, 1.0], [0.1, 1.0, 0.3, 1.0], [0.0, 1.0, 0.0, 1.0]]
     asked = []
 
-    def solved(decided, max_iter, tol) -> sx.sparse.factor_graph.GraphResult:
-        asked.append({name: mask.tolist() for name, mask in decided.items()})
+    def solved(problem, max_iter, tol):  # type: ignore[no-untyped-def]
+        asked.append(problem.theta.sign().tolist())
         values = torch.tensor(answers[len(asked) - 1], dtype=f64)
-        return sx.sparse.factor_graph.GraphResult(values, torch.tensor(0.0), 1)
+        return sx.sparse.factor_graph.GraphResult(values, torch.tensor(0.0), 1), problem.theta[:0]
 
     graph = sx.FactorGraph()
     graph.variables(torch.zeros(4))
     monkeypatch.setattr(graph, "_lp_map", solved)
     best = graph.argmax()
-    assert asked == [
-        {},
-        {"on": [0, 1, 0, 1], "off": [0, 0, 0, 0]},
-        {"on": [0, 1, 0, 1], "off": [1, 0, 0, 0]},
-    ]
-    assert best.values.tolist() == answers[-1] and not best.exact and best.feasible
+    assert asked == [[0, 0, 0, 0], [0, 1, 0, 1], [-1, 1, 0, 1]]
+    assert best.values.tolist() == answers[-1] and best.exact and best.feasible
+
+
+@pytest.mark.parametrize("score", [-1e6, -1e3, -50.0, 50.0, 1e3, 1e6])
+def test_belief_propagation_of_large_scores(score: float) -> None:
+    """Messages do not depend on the certainty of their receiver, nor saturate."""
+    theta = torch.tensor([[score, 0.3, -0.2, 0.9 * score]], dtype=f64, requires_grad=True)
+    graph = sx.FactorGraph()
+    ids = graph.variables(theta, batch_dims=1)
+    graph.pairwise(ids[0], ids[1:3], torch.tensor([0.0, 0.5], dtype=f64))
+    graph.at_most_one(ids[torch.tensor([0, 3])])
+    z = assignments(4)
+    z = z[z[:, 0] + z[:, 3] <= 1]
+    exact = (z @ theta[0] + 0.5 * z[:, 0] * z[:, 2]).softmax(0) @ z
+    found = graph.marginals()
+    torch.testing.assert_close(found[ids][0], exact, atol=1e-10, rtol=0)
+    weights = randn(4)
+    slopes = [torch.autograd.grad((mu * weights).sum(), theta)[0] for mu in (found[ids][0], exact)]
+    torch.testing.assert_close(slopes[0], slopes[1], atol=1e-9, rtol=0)
 
 
 def test_belief_propagation_on_a_loop_is_close() -> None:
@@ -328,6 +526,12 @@ def test_switched_off_variables() -> None:
     bad.or_(~off)
     with pytest.raises(ValueError, match="switched off"):
         bad.sparsemap()
+    bad = sx.FactorGraph()
+    off = bad.variables(torch.tensor([-math.inf, 1.0, -math.inf]))
+    bad.xor(off[torch.tensor([0, 2])])
+    for query in (bad.sparsemap, bad.lp_map, bad.argmax, bad.marginals):
+        with pytest.raises(ValueError, match=r"needs 1 of its 2 variables .* only 0"):
+            query()
 
 
 @pytest.mark.parametrize(
@@ -347,6 +551,10 @@ def test_switched_off_variables() -> None:
         (lambda g, v: g.pairwise(0, v[1], torch.zeros(())), "pairwise: the ids that variables"),
         (lambda g, v: g.implication(v[0], 1), "implication: the ids that variables"),
         (lambda g, v: g.or_([0, 1]), "or_: the ids that variables"),
+        (lambda g, v: g.variables(torch.zeros(3), batch_dims=2), "batch_dims must be between 0"),
+        (lambda g, v: g.knapsack(v, [1, 2.5, 1, 1], 3), "4 whole numbers"),
+        (lambda g, v: g.knapsack(v[0], [1], 3), "ids \\(..., n\\)"),
+        (lambda g, v: g.pairwise(v[0], v[1], 0.5), "scores must be a tensor, got float"),
     ],
 )
 def test_errors(act, message: str) -> None:  # type: ignore[no-untyped-def]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import structmax as sx
-from structmax.forest import ops
+from structmax.forest import naive, ops
 from structmax.forest.chain import ops as dense
 from structmax.structures.dynamic import DynamicStructure
 
@@ -214,6 +214,40 @@ def check_forest_sample(forest: sx.Forest, like: Scores, omega: sx.Smoothing) ->
     assert bool(z[:, a == -math.inf].isnan().all())
     good = a > -math.inf
     assert not bool((z[:, good] > 0)[(mu[good] == 0).expand(3, -1, -1)].any()), "outside support"
+
+
+def check_backpointers(forest: sx.Forest, like: Scores, omega: sx.Smoothing, bad: bool) -> None:
+    theta, _ = forest_batch(forest, like)
+    if bad:
+        theta[0, 0] = math.nan
+    found = ops.backpointers(forest, theta, omega)
+    exact = naive.backpointers(forest, theta.double(), omega)
+    if isinstance(omega, sx.Hard):  # ties are legal: one edge of each node
+        assert bool(((found == 0) | (found == 1) | found.isnan()).all())
+        head = torch.from_numpy(forest.head).long()
+        nodes = found.new_zeros(len(found), forest.num_nodes)
+        found, exact = (nodes.index_add(1, head, q) for q in (found, exact))
+    close(found, exact, "backpointers")
+
+
+@CASES
+def test_forest_backpointers(cases: int) -> None:
+    for_all(
+        cases, check_backpointers, forest=forests, like=scores_like, omega=omegas, bad=st.booleans()
+    )
+
+
+def test_backpointers_of_what_is_watched() -> None:
+    """A derivative needs the definition; its numbers are the same."""
+    theta = torch.randn(2, 5, 5, dtype=f64).requires_grad_()
+    tree = sx.BinaryTree(theta, smoothing=sx.Gini())
+    z = tree.argmax()
+    watched = tree.entropy(), tree.log_prob(z)
+    torch.autograd.grad(sum(x.sum() for x in watched), theta)
+    with torch.no_grad():
+        torch.testing.assert_close((tree.entropy(), tree.log_prob(z)), watched)
+    other = sx.BinaryTree(theta.detach().clone(), smoothing=sx.Gini())
+    torch.testing.assert_close(other.cross_entropy(tree), watched[0])
 
 
 @CASES

@@ -178,6 +178,64 @@ def test_walks_against_the_forest(name: str) -> None:
         torch.testing.assert_close(again, found.scores[:, :4], atol=1e-9, rtol=1e-12)
 
 
+CORNER = torch.zeros(5, 5, dtype=torch.bool)  # of rules whose children are both nonterminals
+CORNER[:2, :2] = True
+BEST: dict[str, tuple[list[Tensor], Tensor | None]] = {
+    **CASES,
+    "ties": ([randn(2).round(), randn(3, 2, 5, 5).round(), randn(3, 5, 3).round()], LENGTHS),
+    "all tied": ([torch.zeros(2), torch.zeros(2, 5, 5), torch.zeros(3, 5, 3)], LENGTHS),
+    "enormous": ([randn(2), randn(2, 5, 5, scale=1e300), randn(3, 5, 3, scale=1e300)], LENGTHS),
+    "no tree": ([randn(2), forbid(randn(3, 2, 5, 5), 0.9, 0), randn(3, 5, 3)], LENGTHS),
+    "overflow": (
+        [randn(2), forbid(randn(2, 5, 5, scale=5e307), 0.3, 0), randn(3, 5, 3, scale=5e307)],
+        None,
+    ),
+    "infinite": ([randn(2), forbid(randn(2, 5, 5), 0.3, 0), -forbid(randn(3, 5, 3), 0.1, 1)], None),
+    "nan": (
+        [randn(2), torch.where(randn(3, 2, 5, 5) > 2, nan, 0.0), forbid(randn(3, 5, 3), 0.2, 2)],
+        LENGTHS,
+    ),
+    "nan, for four words": (
+        [randn(2), torch.where(CORNER, nan, randn(2, 5, 5)), randn(3, 5, 3)],
+        torch.tensor([4, 2, 3]),
+    ),
+    "one word each": ([randn(2), randn(2, 5, 5), randn(3, 1, 3)], None),
+    "no items": ([randn(2), randn(2, 5, 5), randn(0, 5, 3)], None),
+}
+
+
+@pytest.mark.parametrize("dtype", [f64, torch.float32])
+@pytest.mark.parametrize("name", BEST)
+def test_compiled_best_trees_are_those_in_torch(name: str, dtype: torch.dtype) -> None:
+    """Bit by bit, and the same tree where several are best."""
+    scores, lengths = BEST[name]
+    given = [t.to(dtype) for t in scores]
+    for omega in (sx.Shannon(), sx.Hard()):
+        s = sx.PCFG(*given, lengths=lengths, smoothing=omega, validate_args=False)
+
+        def answers(s: sx.PCFG = s) -> list[Tensor]:
+            value, counts = s._argmax_parts(s._parts())
+            hard = [s.log_partition(), s.marginals(), s.rule_marginals()] if s._is_hard else []
+            return [value, *counts, s.argmax(), *s.topk(5), *hard]
+
+        compiled = answers()
+        with sx.backend("gpu"):  # in torch, the same code for any device
+            for one, two in zip(compiled, answers(), strict=True):
+                torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)
+
+
+def test_compiled_best_trees_of_many_sizes() -> None:
+    """Shared rules and rules of each item, in parallel chunks."""
+    for n, N, P in [(2, 1, 1), (3, 1, 2), (4, 3, 1), (7, 4, 4), (9, 5, 11)]:
+        for own in (True, False):
+            s = grammar(n, N, P, (6,), lengths=torch.randint(2, n + 1, (6,)))
+            s = s if own else sx.PCFG(s.root, s.rules[0], s.emission, s.lengths)
+            found = s.argmax(), s.topk(2).scores
+            with sx.backend("gpu"):
+                assert torch.equal(found[0], s.argmax()) and torch.equal(found[1], s.topk(2).scores)
+            assert torch.equal(torch.stack([item.argmax() for item in s]), found[0])
+
+
 def inside(root: Tensor, rules: Tensor, emission: Tensor) -> float:
     """The sum over trees in plain Python, for weights instead of their logs."""
     root, rules, emission = (t.exp().tolist() for t in (root, rules, emission))
@@ -431,6 +489,29 @@ def test_samples_of_large_scores(top: float) -> None:
     assert (z[:, 0, 0, 1:].mean(0) - expected).abs().amax() < 0.035
     assert (z[:, 0, 1, 0].mean() - 0.5).abs() < 0.035
     assert bool((z.flatten(1).sum(1) == 5).all())
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("low_rank", [False, True])
+def test_no_draw_where_sums_overflow(sign: float, low_rank: bool) -> None:
+    """Scores of a tree that cancel, but not in the order in which they are added; beside it, a
+    sentence that is well."""
+    rules, emission = torch.full((1, 3, 3), sign * 1e308, dtype=f64), torch.zeros(2, 2, 2)
+    emission, spans = emission.double(), torch.zeros(2, 2, 2, 3, dtype=f64)
+    spans[:, 0, 1, 0] = -sign * 1e308
+    emission[1] = sign * 0.85e308
+    make = functools.partial(sx.PCFG, torch.zeros(1), rules)
+    if low_rank:
+        factor = torch.zeros(3, 1, dtype=f64)
+        make = functools.partial(sx.PCFG.low_rank, torch.zeros(1), factor, factor, rules[:, :1, 0])
+    s = make(emission, spans=spans)
+    fails(s.sample, "sample", "item 1")
+    if not low_rank:  # whose charts overflow as well: −inf allows no structure
+        fails(s.sample, "PCFG.sample", "item 1", "overflow", "smaller")
+        fails(s[1].sample, "the sentence", "overflow")
+    quiet = make(emission, spans=spans, validate_args=False).sample((20,))
+    assert bool(quiet[:, 1].isnan().all())
+    assert bool((quiet[:, 0].flatten(1).sum(-1) == 3).all())
 
 
 def test_condition() -> None:

@@ -141,9 +141,8 @@ def answers(s: Any) -> dict[str, Tensor]:
         "argmax": s.argmax(), "max_marginals": s.max_marginals(),
         "topk": best.structures, "topk scores": best.scores,
         "sample": s.sample((4,), generator=torch.Generator().manual_seed(1)),
+        "entropy": s.entropy(), "log_prob": s.log_prob(s.argmax()),
     }  # fmt: skip
-    if isinstance(s.smoothing, sx.Shannon):
-        out["entropy"], out["log_prob"] = s.entropy(), s.log_prob(s.argmax())
     return {name: tensor.detach() for name, tensor in out.items()}
 
 
@@ -332,6 +331,9 @@ def test_lists_too_long_are_refused_with_the_way_out(monkeypatch) -> None:
     assert s.log_partition().isfinite() and s.topk(2).exists.all()
     with sx.backend("naive"), pytest.raises(ValueError, match=r"edges=1350.*more than 100.* CPU"):
         s.expand(s.batch_shape).log_partition()
+    s.smoothing = sx.Gini()
+    with pytest.raises(ValueError, match=r"edges=1350.*more than 100"):
+        s.entropy()
     with pytest.raises(AttributeError, match="no attribute 'tails'"):
         lookup(s._forest_key()).tails  # noqa: B018
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 from table import ROWS, f64, randn
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import structmax as sx
 from structmax.sparse import cpu, projection
@@ -423,6 +423,12 @@ def test_transforms() -> None:
     leaf = x.clone().requires_grad_()
     hessian = torch.autograd.functional.hessian(loss, leaf)
     torch.testing.assert_close(torch.func.jacrev(torch.func.grad(loss))(x), hessian)
+    to = randn(4, 3)
+    along = (expected * to).sum()
+    torch.testing.assert_close(torch.func.jvp(loss, (x,), (to,))[1], along)
+    with forward_ad.dual_level():
+        dual = loss(forward_ad.make_dual(x, to))
+        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, along)
     with pytest.raises(RuntimeError, match="vmap"):
         torch.func.vmap(loss)(torch.stack([x, x]))
     torch.compiler.reset()

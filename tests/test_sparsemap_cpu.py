@@ -18,7 +18,7 @@ from structmax.sparse.solve import _solve as solve_by_any
 
 # the smoothing plays no part: one row of each kind
 KINDS = {name.split("/")[0]: make for name, make in reversed(ROWS.items())}
-NOT_COVERED = {"grid-all", "pcfg", "pcfg-low-rank"}
+NOT_COVERED = {"grid-all"}
 COVERED = sorted(set(KINDS) - NOT_COVERED)
 TOL = 1e-10
 
@@ -183,6 +183,14 @@ def ragged_subset() -> sx.KSubset:
     return sx.KSubset(scores, (1, 3), lengths)
 
 
+def ragged_grammar() -> sx.PCFG:
+    """An item of one word has no tree."""
+    emission, lengths = padded(4, 5, 2), torch.tensor([5, 1, 3, 2])
+    for row, n in zip(emission, lengths.tolist(), strict=True):
+        row[:n] = randn(n, 2)
+    return sx.PCFG(randn(4, 2), randn(2, 4, 4), emission, lengths)
+
+
 RAGGED: dict[str, Callable[[], sx.Structure]] = {
     "chain": ragged_chain,
     "chain-step": ragged_chain_by_step,
@@ -195,6 +203,7 @@ RAGGED: dict[str, Callable[[], sx.Structure]] = {
     "dtw": lambda: sx.Alignment(*ragged_pair()),
     "semi-markov": ragged_segments,
     "subset": ragged_subset,
+    "pcfg": ragged_grammar,
 }
 
 
@@ -219,6 +228,7 @@ LARGE: dict[str, Callable[[float], sx.Structure]] = {
     "binary-tree": lambda s: sx.BinaryTree(s * randn(3, 14, 14)),
     "assignment": lambda s: sx.Assignment(s * randn(3, 10, 12)),
     "subset": lambda s: sx.KSubset(s * randn(3, 60), 9),
+    "pcfg": lambda s: sx.PCFG(s * randn(3), s * randn(3, 6, 6), s * randn(3, 9, 3)),
 }
 
 
@@ -235,7 +245,7 @@ def test_large(kind: str, spread: float, monkeypatch: Any) -> None:
     check_optimal(structure, found, structure.event_shape.numel(), 1e-7)
 
 
-@pytest.mark.parametrize("kind", ["chain-shared", "nonprojective", "subset", "binary-tree"])
+@pytest.mark.parametrize("kind", ["chain-shared", "nonprojective", "subset", "binary-tree", "pcfg"])
 def test_warm_start(kind: str) -> None:
     torch.manual_seed(5)
     structure = KINDS[kind]()
@@ -265,6 +275,42 @@ def test_few_steps() -> None:
     assert bool((lost >= -1e-12).all()) and bool((lost <= short.gap + 1e-12).all())
 
 
+SMALL_SCORES = {
+    "choice": lambda: sx.Choice(0.1 * randn(30, 5)),
+    "chain": lambda: sx.LinearChain(0.1 * randn(100, 3, 2), 0.1 * randn(2, 2)),
+    "tree": lambda: sx.BinaryTree(1e-3 * randn(20, 5, 5)),
+    "subset": lambda: sx.KSubset(0.1 * randn(30, 10), 4),
+    "at most one": lambda: sx.KSubset(0.1 * randn(100, 4), (0, 1)),
+    "path": lambda: sx.Path(
+        torch.tensor([(0, 1), (0, 2), (1, 2), (1, 3), (2, 3)]), 1e-3 * randn(30, 5), 0, 3
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SMALL_SCORES)
+def test_a_tolerance_below_rounding(kind: str) -> None:
+    """What is left then is rounding: the best structure is in the support, or in its hull."""
+    torch.manual_seed(8)
+    structure = SMALL_SCORES[kind]()
+    usual, exact = structure.sparsemap(), structure.sparsemap(tol=1e-300)
+    torch.testing.assert_close(exact.marginals, usual.marginals, atol=1e-6, rtol=0)
+    assert bool((exact.gap < 1e-12).all()) and bool((exact.iterations < 100).all())
+
+
+def test_starts_of_other_kinds() -> None:
+    """What an item starts from may be dependent, many, or no structure at all."""
+    torch.manual_seed(9)
+    scores, square = 0.01 * randn(2, 40), randn(2, 4, 4)
+    subset, choice = sx.KSubset(scores, 3), sx.Choice(scores)
+    for structure, init in (
+        (subset, subset.sparsemap(method="frank-wolfe", max_iter=100, tol=1e-14)),
+        (choice, choice.sparsemap()),
+        (sx.Assignment(square), sx.BinaryTree(square).sparsemap()),
+    ):
+        cold, warm = structure.sparsemap(), structure.sparsemap(init=init)
+        torch.testing.assert_close(warm.marginals, cold.marginals, atol=1e-6, rtol=0)
+
+
 def test_no_structure() -> None:
     unary = randn(3, 4, 2)
     unary[1, 2] = -math.inf
@@ -273,6 +319,32 @@ def test_no_structure() -> None:
     unary[1, 2] = math.nan
     found = sx.LinearChain(unary, randn(2, 2), validate_args=False).sparsemap()
     assert bool(found.marginals[1].isnan().all()) and not bool(found.marginals[0].isnan().any())
+    scores = randn(2, 3, 3)
+    scores[1, 0] = -math.inf
+    for bad in (scores, scores.nan_to_num(neginf=math.nan)):
+        found = sx.Assignment(bad, validate_args=False).sparsemap()
+        assert found.marginals.isnan().flatten(1).all(1).tolist() == [False, True]
+    subsets = torch.zeros(3, 4, dtype=f64)
+    subsets[1, :3], subsets[2, 1] = -math.inf, math.nan
+    found = sx.KSubset(subsets, 2, torch.tensor([4, 4, 4]), validate_args=False).sparsemap()
+    assert found.marginals.isnan().all(1).tolist() == [False, True, True]
+
+
+def test_an_interrupt_is_what_it_was(monkeypatch: Any) -> None:
+    """Numba gives a SystemError where Ctrl-C came while a kernel ran."""
+
+    def run(*_: Any) -> None:
+        try:
+            try:
+                raise KeyboardInterrupt
+            except KeyboardInterrupt as first:
+                raise ValueError from first
+        except ValueError as second:
+            raise SystemError("a result besides") from second
+
+    monkeypatch.setattr(cpu, "_oracle", lambda *_: (run, 1, 1))
+    with pytest.raises(KeyboardInterrupt):
+        sx.Choice(randn(1, 3)).sparsemap()
 
 
 def test_threads() -> None:
@@ -291,7 +363,9 @@ def test_threads() -> None:
 
 
 @pytest.mark.parametrize("penalize", ["primary", "all"])
-@pytest.mark.parametrize("kind", ["chain-shared", "nonprojective", "dtw-moves", "edit", "subset"])
+@pytest.mark.parametrize(
+    "kind", ["chain-shared", "nonprojective", "dtw-moves", "edit", "subset", "pcfg"]
+)
 def test_derivatives(kind: str, penalize: str, monkeypatch: Any) -> None:
     """Those by lists of parts and a factor are those of the dense formula."""
     torch.manual_seed(8)

@@ -41,8 +41,6 @@ class Kind(NamedTuple):
     other: str | None = None
     smoothed: bool = True
     """Whether Ω may be anything, as in a dynamic program, and not Shannon's alone."""
-    most: int = MOST
-    """How many words."""
 
 
 SENTENCE = "she saw the man with the telescope"
@@ -52,7 +50,7 @@ TAGGED = (1, 2, 0, 1, 3, 0, 1)  # of TAGS
 SPANS = ((2, 3), (4, 6), (5, 6), (2, 6), (1, 6), (0, 6))
 
 
-def words_of(text: str, most: int = MOST, name: str = "the sentence") -> list[str]:
+def words_of(text: str, name: str = "the sentence") -> list[str]:
     """The words, or the letters of a single word.
 
     >>> words_of("a b"), words_of("cat")
@@ -60,8 +58,8 @@ def words_of(text: str, most: int = MOST, name: str = "the sentence") -> list[st
     """
     words = text.split()
     words = list(words[0]) if len(words) == 1 else words
-    if not 1 <= len(words) <= most:
-        raise ValueError(f"{name} must have 1 to {most} words here, got {len(words)}.")
+    if not 1 <= len(words) <= MOST:
+        raise ValueError(f"{name} must have 1 to {MOST} words here, got {len(words)}.")
     return words
 
 
@@ -243,7 +241,7 @@ KINDS: dict[str, Kind] = {
     "dependency tree, projective": Kind(dependencies(True), SENTENCE),
     "dependency tree, any": Kind(dependencies(False), SENTENCE, smoothed=False),
     "binary tree": Kind(spans, SENTENCE),
-    "grammar (PCFG)": Kind(grammar, PARSED, most=9),
+    "grammar (PCFG)": Kind(grammar, PARSED),
     "chain of tags": Kind(chain, SENTENCE),
     "segments": Kind(segments, "Ada Lovelace visited New York City"),
     "alignment, DTW": Kind(alignment("dtw"), "a b b c d", "a a b c c d"),
@@ -267,7 +265,7 @@ def problem(kind: str, text: str, other: str = "") -> Problem:
     (torch.Size([2, 3]), torch.Size([2, 3]))
     """
     chosen = KINDS[kind]
-    sides = [words_of(text, chosen.most)]
+    sides = [words_of(text)]
     if chosen.other is not None:
-        sides.append(words_of(other, chosen.most, "the second sentence"))
+        sides.append(words_of(other, "the second sentence"))
     return chosen.problem(*sides)

@@ -82,8 +82,8 @@ def page(*blocks: str) -> str:
 def show(value: float | int | str) -> str:
     """A number as tables have it: four decimals, or fewer of large ones.
 
-    >>> show(0.25), show(3), show(12345.678), show(-0.00001), show(float("-inf"))
-    ('0.2500', '3', '12345.7', '0.0000', '−∞')
+    >>> show(0.25), show(3), show(12345.678), show(-0.00001), show(float("-inf")), show(math.nan)
+    ('0.2500', '3', '12345.7', '0.0000', '−∞', '–')
     """
     if isinstance(value, str | int):
         return str(value)

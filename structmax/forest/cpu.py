@@ -226,6 +226,27 @@ def down(
 
 
 @kernel(fused=True)
+def pointers(kind, gamma, alpha, S, V, T, x, ptr, tail1, tail2, edge_part, node_part, runs, q):
+    """Backpointers q ``(L, e)`` of all nodes: zeros where one is infeasible, NaN where an option of
+    it is."""
+    L, first = S.shape[1], 0
+    peak, bad = np.empty(L), np.empty(L, np.bool_)
+    for v in range(len(ptr) - 1):
+        e0, e1 = edges_of(v, ptr, tail1, tail2, edge_part, runs)
+        options(x, V, S, e0, e1, tail1, tail2, edge_part, peak)
+        for lane in range(L):
+            bad[lane] = False
+            for d in range(e1 - e0):
+                bad[lane] |= x[d, lane] != x[d, lane]
+        weights(kind, gamma, alpha, x, e1 - e0, T, v)
+        for d in range(e1 - e0):
+            for lane in range(L):
+                weight = x[d, lane] if peak[lane] > -INF else 0.0
+                q[lane, first + d] = math.nan if bad[lane] else weight
+        first += e1 - e0
+
+
+@kernel(fused=True)
 def tangent(
     kind, gamma, alpha, S, V, T, x, last, goal, ptr, tail1, tail2, edge_part, node_part, runs,
     dS, dV, mean, G, dG, dM,
@@ -529,6 +550,10 @@ class Block:
         )  # fmt: skip
         return dM[:-1].T
 
+    def backpointers(self, q: NDArray) -> None:
+        """Writes those of all nodes, ``(L, e)``; the goals must be the last node."""
+        pointers(*self.code, self.S, self.V, self.T, self.x, *self.lists, q)
+
     def walks(self, uniform: NDArray, width: int) -> NDArray:
         """``(S, L, width)``, a row of uniform numbers ``(S, L, ·)`` for each."""
         z = np.zeros((*uniform.shape[:2], width))
@@ -616,6 +641,20 @@ def hvp(forest: Forest, scores: Tensor, direction: Tensor, goal: Tensor, code: C
 
     def task(low: int, high: int) -> None:
         w[low:high] = Block(forest, theta[low:high], goals[low:high], code).hvp(v[low:high])
+
+    run_chunks(task, len(scores), forest.num_edges, LANES)
+    return out
+
+
+def backpointers(forest: Forest, scores: Tensor, code: Code) -> Tensor:
+    """q ``(B, e)``, float64: at every node, the distribution over its incoming edges."""
+    # of a forest by rule that is too large for lists, ``head`` is refused
+    out = torch.empty(len(scores), len(forest.head), dtype=torch.float64)
+    theta, q = _numpy(scores), out.numpy()
+    last = np.full(len(scores), forest.num_nodes - 1, np.int32)
+
+    def task(low: int, high: int) -> None:
+        Block(forest, theta[low:high], last[low:high], code).backpointers(q[low:high])
 
     run_chunks(task, len(scores), forest.num_edges, LANES)
     return out

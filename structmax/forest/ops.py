@@ -1,4 +1,5 @@
-"""The forest engine as torch functions: one differentiable primitive and four discrete queries.
+"""The forest engine as torch functions: one differentiable primitive, four discrete queries, and
+backpointers.
 
 Scores are ``(*batch, P)``, goals ``(*batch)``; ``key`` names the forest (``Forest.key`` or
 ``topology.name_of``); ``width`` says how many of the leading parts a discrete query reports, since
@@ -13,17 +14,20 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from structmax.forest.topology import lookup
+from structmax.forest import naive
+from structmax.forest.topology import Forest, lookup
 from structmax.primitive import (
     Omega,
     Primitive,
     Tensors,
     backend_for,
     direct,
+    is_plain,
+    is_transforming,
     register,
     to_front,
 )
-from structmax.smoothing import from_code
+from structmax.smoothing import Smoothing, from_code
 
 
 def _engine(scores: Tensor) -> ModuleType:
@@ -35,8 +39,6 @@ def _omega(scores: Tensor, code: Omega) -> object:
 
 
 def _naive(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
-    from structmax.forest import naive
-
     return naive.value(lookup(key), scores[0], constants[0], from_code(omega))
 
 
@@ -88,6 +90,15 @@ def _run_kbest(scores: Tensor, goal: Tensor, key: str, k: int, width: int) -> li
 def _run_max_marginals(scores: Tensor, goal: Tensor, key: str, width: int) -> Tensor:
     m = _engine(scores).max_marginals(lookup(key), *_flat(scores, goal), width)
     return m.reshape(*scores.shape[:-1], width)
+
+
+def backpointers(forest: Forest, scores: Tensor, omega: Smoothing) -> Tensor:
+    """q ``(B, e)`` of scores ``(B, P)``: at every node, the distribution argmaxΩ over its incoming
+    edges. Differentiable, and compiled where no derivative is asked for."""
+    plain = is_plain((scores,)) and not is_transforming((scores,))
+    if plain and backend_for(scores) == "cpu":
+        return _engine(scores).backpointers(forest, scores, omega.code)
+    return naive.backpointers(forest, scores, omega)
 
 
 argmax = register(

@@ -344,13 +344,11 @@ def _slide(s: Any, score: float) -> float:
     """
     k, v = s.counts[SIZE], s.vectors
     _solve(s, v[Q, :k])
-    if not score - _dot(v[Q, :k], v[C, :k]) > 0.0:
-        return -1.0
     step, out = math.inf, -1
     for i in range(k):
         if v[Q, i] > ZERO and v[P, i] < step * v[Q, i]:
             step, out = v[P, i] / v[Q, i], i
-    if out < 0:
+    if out < 0 or not score - _dot(v[Q, :k], v[C, :k]) > 0.0:
         return -1.0
     for i in range(k):
         v[P, i] -= step * v[Q, i]

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from structmax.primitive import is_transforming
 from structmax.sparse.factors import Factor
+from structmax.sparse.solve import Untracked
 
 if TYPE_CHECKING:
     from structmax.sparse.factor_graph import GraphResult
@@ -27,14 +28,16 @@ class Consensus:
     variables). At a fixed point P(2v − y) = v: all agree.
     """
 
-    def __init__(self, theta: Tensor, factors: list[Factor], curvature: float) -> None:
-        self.theta, self.factors, self.curvature = theta, factors, curvature
+    def __init__(self, theta: Tensor, factors: list[Factor], curvature: Tensor) -> None:
+        self.theta, self.factors = theta, factors  # θ (*batch, V)
+        self.curvature = curvature  # κ (*batch, 1)
         device = theta.device
         none = torch.zeros(0, dtype=torch.int64, device=device)
         ids = torch.cat([none, *[f.ids.to(device) for f in factors]])
         self.negated = ids < 0
         self.which = torch.where(self.negated, ~ids, ids)
         self.degree = torch.bincount(self.which, minlength=theta.shape[-1]).to(theta.dtype)
+        self.sign = torch.where(self.negated, -1.0, 1.0).to(theta)
         self.forbidden = theta.detach() == -math.inf
         self.off = self.forbidden[..., self.which]
 
@@ -50,16 +53,20 @@ class Consensus:
         total = theta.index_add(-1, self.which, self._turned(y))
         weight = self.curvature + self.degree
         mu = total / torch.where(weight > 0, weight, 1.0)
-        free = mu.clamp(0, 1) if self.curvature > 0 else (theta > 0).to(mu)
+        free = torch.where(self.curvature > 0, mu.clamp(0, 1), (theta > 0).to(mu))
         mu = torch.where(self.degree > 0, mu, free)
         return torch.where(self.forbidden, 0.0, mu)
+
+    def nearest(self, points: Tensor) -> Tensor:
+        """What the factors say to points ``(*batch, T)``: the nearest that each allows."""
+        points = torch.where(self.off, -math.inf, points)
+        pairs = zip(self.factors, self._each(points), strict=True)
+        return torch.cat([points[..., :0], *[f.nearest(x).to(points) for f, x in pairs]], -1)
 
     def step(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The next y, what the factors say and what the variables say, each ``(*batch, T)``."""
         v = self._turned(self.consensus(y)[..., self.which])
-        points = torch.where(self.off, -math.inf, 2 * v - y)
-        pairs = zip(self.factors, self._each(points), strict=True)
-        u = torch.cat([y[..., :0], *[factor.nearest(x).to(y) for factor, x in pairs]], -1)
+        u = self.nearest(2 * v - y)
         return y + u - v, u, v
 
     def solve(self, max_iter: int, tol: float) -> tuple[Tensor, Tensor, int]:
@@ -78,69 +85,163 @@ class Consensus:
                 break
         return y, residual, count
 
-    def attach(self, y: Tensor, max_iter: int, tol: float) -> Tensor:
-        """The same y, with the gradient of the fixed point in every score.
+    @torch._disable_dynamo  # how many steps there are depends on the data
+    def sparsemap(self, max_iter: int, tol: float) -> tuple[Tensor, Tensor, int]:
+        """μ ``(*batch, V)``, differentiable in every score, the residual and the number of steps.
 
-        With J the Jacobian of a step in y, g becomes (I − Jᵀ)⁻¹ g, by repeating w ← g + Jᵀ w.
+        On the faces of the factors everything is linear. With L the moves of μ that stay on all of
+        them, Π the projection onto L and a how the factors move with their additional scores,
+        κ dμ = Π(dθ + Σ a). Π is constant as long as the faces do not change.
         """
-        following, _, _ = self.step(y.detach())
-        if not following.requires_grad:
-            return y
-        here = y.detach().requires_grad_()
-        again, _, _ = self.step(here)
-        return _FixedPoint.apply(following, again, here, max_iter, tol)
+        tensors = self._tensors()
+        watched = is_transforming(tensors)
+        noted: dict[str, Any] = {}
+
+        @torch.no_grad()
+        def run(*plain: Tensor) -> tuple[Tensor, ...]:
+            problem = self._rebuild(*plain)
+            y, residual, noted["count"] = problem.solve(max_iter, tol)
+            mu = problem.consensus(y)
+            points = 2 * problem._turned(mu[..., problem.which]) - y
+            if watched:
+                noted["face"] = _Face(problem, points)
+            return mu, points, residual
+
+        if torch._C._are_functorch_transforms_active():
+            mu, points, residual = Untracked.apply(run, *tensors)
+        else:
+            mu, points, residual = run(*[t.detach() for t in tensors])
+        if not watched:
+            return mu, residual, noted["count"]
+        theta = torch.where(self.forbidden, 0.0, self.theta)
+        moved, u = theta - theta.detach(), self.nearest(points)
+        if is_transforming([u]):
+            moved = moved.index_add(-1, self.which, self.sign * (u - u.detach()))
+        mu = mu + _Project.apply(moved / self.curvature, noted["face"])
+        return mu, residual, noted["count"]
+
+    def _tensors(self) -> list[Tensor]:
+        return [
+            self.theta,
+            self.curvature,
+            *[t for f in self.factors for t in f.tensors().values()],
+        ]
+
+    def _rebuild(self, theta: Tensor, curvature: Tensor, *tensors: Tensor) -> Consensus:
+        left = iter(tensors)
+        factors = [f.rebuild({k: next(left) for k in f.tensors()}) for f in self.factors]
+        return Consensus(theta, factors, curvature)
+
+    def judge(self, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether all factors allow 0/1 values ``(*batch, V)``, and how far at most the score of
+        these is below the maximum, without the quadratic term.
+
+        v − y distributes θ over the factors, whatever y is: what each of them could gain alone is
+        at least what all can gain together.
+        """
+        theta = torch.where(self.forbidden, 0.0, self.theta)
+        alone = torch.where(self.degree > 0, 0.0, theta.clamp(min=0) - theta * z)
+        allowed, gap = torch.ones_like(z[..., 0], dtype=torch.bool), alone.sum(-1)
+        share = self._turned(self.consensus(y)[..., self.which]) - y
+        share = torch.where(self.off, -math.inf, share)
+        parts = self._each(self._turned(z[..., self.which]))
+        for factor, scores, own in zip(self.factors, self._each(share), parts, strict=True):
+            fits, lost = factor.judge(scores, own)
+            allowed, gap = allowed & fits, gap + lost
+        return allowed, gap
 
     def propagate(self, rounds: int, damping: float, tol: float, dtype: torch.dtype) -> GraphResult:
         """Beliefs after so many rounds of messages, as log-odds in both directions."""
         from structmax.sparse.factor_graph import GraphResult
 
-        sign = torch.where(self.negated, -1.0, 1.0).to(self.theta)
         theta = torch.where(self.forbidden, 0.0, self.theta)
         messages = theta.new_zeros(*theta.shape[:-1], len(self.which))
         moved, count = theta.new_zeros(theta.shape[:-1]), 0
         while self.factors and count < rounds:
             count += 1
-            total = theta.index_add(-1, self.which, sign * messages)
-            incoming = sign * total[..., self.which] - messages
+            total = theta.index_add(-1, self.which, self.sign * messages)
+            incoming = self.sign * total[..., self.which] - messages
             scores = torch.where(self.off, -math.inf, incoming)
             pairs = zip(self.factors, self._each(scores), strict=True)
-            p = torch.cat([factor.marginals(x) for factor, x in pairs], -1).double()
-            new = _log_odds(p) - incoming
-            new = torch.where(self.off, 0.0, new)
+            odds = torch.cat([incoming[..., :0], *[f.log_odds(x) for f, x in pairs]], -1)
+            new = torch.where(self.off, 0.0, odds - incoming)
             new = damping * messages + (1 - damping) * new
             moved = (new - messages).detach().abs().amax(-1)
             messages = new
             if bool((moved <= tol).all()):
                 break
-        total = theta.index_add(-1, self.which, sign * messages)
+        total = theta.index_add(-1, self.which, self.sign * messages)
         beliefs = torch.where(self.forbidden, 0.0, total.sigmoid())
         return GraphResult(beliefs.to(dtype), moved, count)
 
 
-class _FixedPoint(torch.autograd.Function):
-    """y as it is; what flows back is solved for through a second graph, ``here`` to ``again``."""
+class _Face:
+    """The moves L of μ that stay on the face of every factor.
 
-    @staticmethod
-    def forward(
-        ctx: Any, following: Tensor, again: Tensor, here: Tensor, max_iter: int, tol: float
-    ) -> Tensor:
-        ctx.again, ctx.here, ctx.limits = again, here, (max_iter, tol)
-        return following.clone()
+    With S the moves of parts that belong to a move of μ, and P the Jacobian of the nearest points,
+    which projects onto the directions of the faces, L is where A = Sᵀ(I − P)S is zero.
+    """
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        max_iter, tol = ctx.limits
-        w = g
-        for _ in range(max_iter):
-            (back,) = torch.autograd.grad(ctx.again, ctx.here, w, retain_graph=True)
-            before, w = w, g + back
-            if bool((w - before).abs().amax() <= tol * g.abs().amax()):
+    def __init__(self, problem: Consensus, points: Tensor) -> None:
+        self.which, self.sign = problem.which, problem.sign
+        between = (problem.theta > 0) & (problem.theta < problem.curvature)
+        self.free = ~problem.forbidden & (between | (problem.degree > 0))
+        with torch.enable_grad():
+            self.here = points.detach().requires_grad_()
+            self.u = problem.nearest(self.here)
+
+    def _leaves(self, d: Tensor) -> Tensor:
+        """A d, ``(*batch, V)``."""
+        parts = self.sign * d[..., self.which]
+        (kept,) = torch.autograd.grad(self.u, self.here, parts, retain_graph=True)
+        total = torch.zeros_like(d).index_add(-1, self.which, self.sign * (parts - kept))
+        return torch.where(self.free, total, 0.0)
+
+    @torch.no_grad()
+    def project(self, g: Tensor) -> Tensor:
+        """Π g = g − x, with A x = A g, by conjugate gradients: exact after at most V steps but for
+        rounding."""
+        g = torch.where(self.free, g, 0.0)
+        x, r = torch.zeros_like(g), self._leaves(g)
+        p, size = r, _dot(r, r)
+        going = size > 0
+        for _ in range(4 * g.shape[-1]):
+            q = self._leaves(p)
+            bent = _dot(p, q)
+            # along p with less, A is zero but for rounding
+            going = going & (size > 1e-26 * _dot(g, g)) & (bent > 1e-9 * _dot(p, p))
+            if not bool(going.any()):
                 break
-        return w, None, None, None, None
+            step = torch.where(going, size / bent, 0.0)
+            x, r = x + step * p, r - step * q
+            before, size = size, _dot(r, r)
+            p = r + torch.where(going, size / before, 0.0) * p
+        return g - x
 
 
-def _log_odds(p: Tensor) -> Tensor:
-    """log p/(1 − p), finite where p is 0 or 1."""
-    least = 1e-300
-    return p.clamp(min=least).log() - (1 - p).clamp(min=1e-17).log()
+class _Project(torch.autograd.Function):
+    """Π of a face: linear and symmetric, hence the same in both directions and at every order."""
+
+    @staticmethod
+    def forward(moved: Tensor, face: _Face) -> Tensor:
+        return face.project(moved)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, _Face], output: Tensor) -> None:
+        ctx.face = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return _Project.apply(g, ctx.face), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return _Project.apply(tangent, ctx.face)
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[int, None], moved: Tensor, face: _Face) -> tuple[Tensor, int]:
+        return torch.stack([_Project.apply(m, face) for m in moved.unbind(dims[0])]), 0
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(-1, keepdim=True)

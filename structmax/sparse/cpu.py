@@ -20,6 +20,7 @@ from structmax.structures.ksubset import KSubset
 from structmax.structures.linear_chain import LinearChain
 from structmax.structures.nonprojective import ArcStructure
 from structmax.structures.parts import PartStructure
+from structmax.structures.pcfg import PCFG
 from structmax.structures.spanning_tree import SpanningTree
 
 STEPS = 20  # about as many times is an oracle asked for an item
@@ -106,6 +107,10 @@ def _oracle(
     if isinstance(structure, KSubset):
         lengths, k, (n,) = _ints(structure._lengths()), (structure._least, structure._most), shape
         return (lambda *a: compiled.subsets(*a, lengths, n, k)), n, 10 * n
+    if isinstance(structure, PCFG):
+        (n, _, S), lengths, N = shape, _ints(structure._lengths()), structure.N
+        cost = n * n // 2 * N * S * S
+        return (lambda *a: compiled.grammars(*a, lengths, (n, S, N))), 3 * n - 1, cost
     # a structure with an argmax of its own may have a forest that nobody wants to draw
     if getattr(type(structure), "_argmax_parts", None) is DynamicStructure._argmax_parts:
         assert isinstance(structure, DynamicStructure)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,10 @@ from structmax.sparse.consensus import Consensus
 from structmax.sparse.factors import Factor, Logic, Pair, knapsack_forest
 from structmax.structures.base import Structure
 from structmax.structures.hyperpath import Hyperpath
+
+LARGE = 50.0  # what scores are scaled down to: with larger ones LP-SparseMAP takes many steps
+FIXED = 4.0  # a score that fixes a variable where all others are at most 1
+CERTAIN = 1e-5  # of the largest score: rounding
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,11 @@ class FactorGraph:
         −inf switches a variable off.
         """
         checks.scores("FactorGraph.variables", "scores", scores, 0, "(*batch, ...)")
+        if not 0 <= batch_dims <= scores.dim():
+            raise ValueError(
+                f"FactorGraph.variables: batch_dims must be between 0 and {scores.dim()} for "
+                f"scores {tuple(scores.shape)}, got {batch_dims}."
+            )
         batch = scores.shape[:batch_dims]
         if self._scores and batch != self._batch:
             raise ValueError(
@@ -121,7 +129,8 @@ class FactorGraph:
         """A structure whose parts are variables: ``ids`` is ``(*factors, *parts)``.
 
         The structure has batch shape ``(*batch, *factors)``, or ``factors`` if it is the same for
-        the whole batch. Its primary scores add to those of the variables.
+        the whole batch. Its primary scores add to those of the variables. No part may be in it
+        more than once, since variables are 0 or 1.
         """
         self._check_ids("factor", ids)
         event = len(structure.event_shape)
@@ -139,7 +148,11 @@ class FactorGraph:
                 f"FactorGraph.factor: the batch of the structure must be {wanted}, got "
                 f"{tuple(structure.batch_shape)}."
             ) from None
-        self._factors.append(Factor(structure, ids.reshape(-1)))
+        self._add(Factor(structure, ids.reshape(-1)))
+
+    def _add(self, factor: Factor) -> None:
+        if len(factor.ids):
+            self._factors.append(factor)
 
     def _count_factor(self, name: str, ids: Tensor, least: int, most: int) -> None:
         self._check_ids(name, ids)
@@ -149,7 +162,7 @@ class FactorGraph:
                 f"{tuple(ids.shape)}."
             )
         zeros = self._scores[0].new_zeros(*self._batch, *ids.shape)
-        self._factors.append(Logic(least, most, zeros, ids.reshape(-1)))
+        self._add(Logic(least, most, zeros, ids.reshape(-1)))
 
     def xor(self, ids: Tensor) -> None:
         """Exactly one of n is on: ``(..., n)``."""
@@ -179,6 +192,7 @@ class FactorGraph:
         """A score that counts if both are on: ``(*batch, ...)`` or as the ids."""
         for given in (first, second):
             self._check_ids("pairwise", given)
+        checks.scores("FactorGraph.pairwise", "scores", scores, 0, "(*batch, ...)")
         first, second = torch.broadcast_tensors(first, second)
         ids = torch.stack([first, second], -1)
         zeros = self._scores[0].new_zeros(*self._batch, *ids.shape)
@@ -190,20 +204,22 @@ class FactorGraph:
                 f"FactorGraph.pairwise: scores must broadcast to {shape}, got "
                 f"{tuple(scores.shape)}."
             ) from None
-        self._factors.append(Factor(Pair(zeros, both), ids.reshape(-1)))
+        self._add(Factor(Pair(zeros, both), ids.reshape(-1)))
 
     def knapsack(self, ids: Tensor, weights: Sequence[int], capacity: int) -> None:
         """The weights (whole numbers) of those that are on sum to at most the capacity."""
-        weights = [int(w) for w in weights]
         self._check_ids("knapsack", ids)
-        if len(weights) != ids.shape[-1] or min(weights, default=0) < 0 or capacity < 0:
+        count = ids.shape[-1] if ids.dim() else 0
+        given, weights = [float(w) for w in weights], [int(w) for w in weights]
+        if given != weights or len(weights) != count or min([*weights, capacity]) < 0:
             raise ValueError(
-                f"FactorGraph.knapsack: weights must be {ids.shape[-1]} whole numbers, one for "
-                f"each variable, and like the capacity not negative, got {weights} and {capacity}."
+                f"FactorGraph.knapsack: weights must be {count} whole numbers, one for each "
+                f"variable of ids (..., n), and like the capacity not negative, got {given} and "
+                f"{capacity}."
             )
         zeros = self._scores[0].new_zeros(*self._batch, *ids.shape)
         forest = knapsack_forest(weights, capacity)
-        self._factors.append(Factor(Hyperpath(forest, zeros), ids.reshape(-1)))
+        self._add(Factor(Hyperpath(forest, zeros), ids.reshape(-1)))
 
     # -- queries ----------------------------------------------------------------------------------
 
@@ -212,15 +228,13 @@ class FactorGraph:
 
         Douglas-Rachford splitting, which is ADMM in one variable: every factor moves to its nearest
         point, every variable to the mean of what its factors say, weighted by their number and the
-        quadratic term. The backward pass iterates the transposed Jacobian of the same step. There
-        is no second derivative.
+        quadratic term. On the faces where they come to rest μ is linear in the scores: the backward
+        pass projects onto the moves that all of these faces allow, and so does the backward pass of
+        the backward pass. The second derivative of μ is zero.
         """
-        problem = self._problem(self._factors, 1.0)
-        with torch.no_grad():
-            y, residual, iterations = problem.solve(max_iter, tol)
-        if torch.is_grad_enabled():
-            y = problem.attach(y, max_iter, tol)
-        return GraphResult(problem.consensus(y).to(self._scores[0].dtype), residual, iterations)
+        problem = self._problem("sparsemap")
+        mu, residual, iterations = problem.sparsemap(max_iter, tol)
+        return GraphResult(mu.to(self._scores[0].dtype), residual, iterations)
 
     @torch.no_grad()
     def lp_map(self, max_iter: int = 5000, tol: float = 1e-6) -> GraphResult:
@@ -228,28 +242,25 @@ class FactorGraph:
 
         Where μ is 0/1 it is the best assignment. Not differentiable.
         """
-        return self._lp_map({}, max_iter, tol)
+        problem = self._problem("lp_map")
+        return self._lp_map(problem, max_iter, tol)[0]
 
-    def _lp_map(self, decided: dict[str, Tensor], max_iter: int, tol: float) -> GraphResult:
-        theta = self._theta()
-        known = theta > -math.inf
-        scale = float(torch.where(known, theta, 0.0).abs().max().clamp(min=1e-6))
-        problem = self._problem([f.scaled(1 / scale) for f in self._factors], 0.0, 1 / scale)
-        if decided:
-            problem.theta = problem.theta + 4.0 * decided["on"] - 4.0 * decided["off"]
+    def _lp_map(self, problem: Consensus, max_iter: int, tol: float) -> tuple[GraphResult, Tensor]:
         y, residual, iterations = problem.solve(max_iter, tol)
-        return GraphResult(problem.consensus(y).to(self._scores[0].dtype), residual, iterations)
+        values = problem.consensus(y).to(self._scores[0].dtype)
+        return GraphResult(values, residual, iterations), y
 
     @torch.no_grad()
     def argmax(self, max_iter: int = 5000, tol: float = 1e-6) -> Assigned:
         """A good 0/1 assignment, by rounding ``lp_map``: the best one where that is 0/1 already.
 
         Otherwise the variable that is nearest to a decision is fixed, and the rest is solved again,
-        so often that all are decided. ``exact`` says which items are known to be optimal,
-        ``feasible`` which assignments every factor allows.
+        so often that all are decided. ``exact`` says which items are known to be optimal, since
+        their score is the upper bound, ``feasible`` which assignments every factor allows.
         """
-        first = answer = self._lp_map({}, max_iter, tol)
-        exact = _undecided(first.values).logical_not().all(-1)
+        problem = self._problem("argmax")
+        first, y = self._lp_map(problem, max_iter, tol)
+        answer = first
         for _ in range(self._count):
             undecided = _undecided(answer.values)
             if not bool(undecided.any()):
@@ -259,14 +270,13 @@ class FactorGraph:
                 -1, certainty.argmax(-1, keepdim=True), True
             )
             fixed = ~undecided | next_one
-            on = answer.values >= 0.5
-            masks = {"on": (fixed & on).double(), "off": (fixed & ~on).double()}
-            answer = self._lp_map(masks, max_iter, tol)
+            push = torch.where(answer.values >= 0.5, FIXED, -FIXED) * fixed
+            pushed = Consensus(problem.theta + push, problem.factors, problem.curvature)
+            answer, _ = self._lp_map(pushed, max_iter, tol)
         z = (answer.values >= 0.5).to(answer.values.dtype)
-        feasible = torch.ones_like(exact)
-        for factor in self._factors:
-            feasible = feasible & factor.allows(_read(z, factor.ids))
-        return Assigned(z, first.residual, first.iterations, exact & feasible, feasible)
+        feasible, gap = problem.judge(y, z.double())
+        exact = feasible & (gap <= CERTAIN)
+        return Assigned(z, first.residual, first.iterations, exact, feasible)
 
     def marginals(self, rounds: int = 100, damping: float = 0.0, tol: float = 1e-9) -> GraphResult:
         """P(variable is on), by sum-product belief propagation.
@@ -281,7 +291,7 @@ class FactorGraph:
                     "FactorGraph.marginals: belief propagation is over Gibbs distributions, so "
                     f"every factor needs sx.Shannon(1.0), got {factor.structure}."
                 )
-        problem = self._problem(self._factors, 1.0)
+        problem = self._problem("marginals")
         return problem.propagate(rounds, damping, tol, self._scores[0].dtype)
 
     def _theta(self) -> Tensor:
@@ -297,14 +307,38 @@ class FactorGraph:
                 theta = theta.index_add(-1, torch.where(ids < 0, ~ids, ids), signed)
         return theta
 
-    def _problem(self, factors: list[Factor], curvature: float, scale: float = 1.0) -> Consensus:
-        problem = Consensus(self._theta() * scale, factors, curvature)
-        if checks.can_look() and bool((problem.off & problem.negated).any()):
+    def _problem(self, query: str) -> Consensus:
+        """What the factors have to agree on, with the scores of each item scaled."""
+        theta, factors = self._theta(), self._factors
+        largest = torch.where(theta.isfinite(), theta, 0.0).detach().abs().amax(-1)
+        for factor in factors:
+            largest = torch.maximum(largest, factor.largest(self._batch))
+        scale = torch.ones_like(largest)
+        if query == "sparsemap":  # between the size of the scores and that of the quadratic term
+            scale = torch.minimum(largest.clamp(min=1).rsqrt(), LARGE / largest)
+        elif query != "marginals":
+            scale = torch.where(largest > 0, 1 / largest, 1.0)
+        if not bool((scale == 1).all()):
+            scaled = [f.scaled(scale) for f in factors]
+            factors = [f for f in scaled if f is not None]
+            if len(factors) < len(scaled):
+                factors, scale = self._factors, torch.ones_like(scale)
+        curvature = scale if query == "sparsemap" else torch.zeros_like(scale)
+        problem = Consensus(theta * scale[..., None], factors, curvature[..., None])
+        if checks.can_look():
+            self._check_off(problem)
+        return problem
+
+    def _check_off(self, problem: Consensus) -> None:
+        if bool((problem.off & problem.negated).any()):
             raise ValueError(
                 "FactorGraph: a variable that is switched off (-inf) is negated in a factor. Leave "
                 "it out of the factor."
             )
-        return problem
+        pairs = zip(problem.factors, problem._each(problem.off), strict=True)
+        for factor, off in pairs:
+            if isinstance(factor, Logic):  # other structures say so themselves
+                factor.check_off(off)
 
 
 @dataclass(frozen=True)
@@ -312,7 +346,7 @@ class Assigned(GraphResult):
     """A 0/1 assignment of the variables."""
 
     exact: Tensor
-    """Whether it is known to be the best, ``(*batch)``."""
+    """Whether it is known to be the best, up to 1e-5 of the largest score, ``(*batch)``."""
     feasible: Tensor
     """Whether every factor allows it, ``(*batch)``."""
 

@@ -6,9 +6,10 @@ LP-SparseMAP), the marginals of its Gibbs distribution (for belief propagation) 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from structmax.smoothing import Smoothing
 from structmax.structures.choice import Choice
 from structmax.structures.dynamic import DynamicStructure
 from structmax.structures.ksubset import KSubset
+
+HARD = 1e5  # log-odds of what cannot be otherwise: more than scores make up for
 
 
 class Factor:
@@ -48,26 +51,67 @@ class Factor:
         self._last = solved if not torch.is_grad_enabled() else self._last
         return solved.marginals.reshape(points.shape)
 
-    def marginals(self, scores: Tensor) -> Tensor:
-        """P(part) under the Gibbs distribution."""
-        return self._at(scores).marginals().reshape(scores.shape)
+    def log_odds(self, scores: Tensor) -> Tensor:
+        """log p/(1 − p) of the parts under the Gibbs distribution, in float64."""
+        structure = self._at(scores)
+        p = structure.marginals().double()
+        usable = structure._usable_parts() & (structure.primary.detach() > -math.inf)
+        sharp = usable & ((p.detach() > 1 - 1e-6) | (p.detach() < 1e-290))
+        p = torch.where(usable & ~sharp, p, 0.5)
+        odds = torch.where(usable, p.log() - (1 - p).log(), -HARD)
+        if bool(sharp.any()):
+            odds = odds.masked_scatter(sharp, _sharp_odds(structure, sharp))
+        return odds.reshape(scores.shape)
 
-    def allows(self, z: Tensor) -> Tensor:
-        """Whether 0/1 values of the parts ``(*batch, T)`` are structures, ``(*batch)``."""
-        gains = (2 * z - 1).reshape(*self.structure.batch_shape, *self.structure.event_shape)
-        best = self.structure._with_gains(gains).argmax()  # z itself if it is a structure
-        return (best.reshape(z.shape) == z).all(-1)
+    def judge(self, scores: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether 0/1 values of the parts ``(*batch, T)`` are structures, ``(*batch)``, and by how
+        much their score is below that of the best."""
+        structure, batch = self._at(scores), z.shape[:-1]
+        best = structure.argmax()
+        z = z.reshape(best.shape).to(best)
+        nearest = self.structure._with_gains(2 * z - 1).argmax()  # z itself if it is a structure
+        fits = (nearest == z).flatten(-len(structure.event_shape)).all(-1)
+        lost = structure.score(best) - structure.score(torch.where(_like(fits, z), z, best))
+        return _per_item(fits, batch).all(-1), _per_item(lost.double(), batch).sum(-1)
 
     def scores(self, shape: torch.Size) -> Tensor | None:
         """The structure's own scores of its parts, ``(*batch, T)``; what it forbids counts 0."""
         primary = self.structure.primary
         return torch.where(primary.abs() < math.inf, primary, 0.0).reshape(shape)
 
-    def scaled(self, by: float) -> Factor:
-        """The same factor with every score multiplied."""
-        tensors = {k: t for k, (t, _) in self.structure._tensors().items()}
-        scaled = {k: t.detach() * by if t.is_floating_point() else t for k, t in tensors.items()}
-        return Factor(self.structure._rebuild(**scaled), self.ids)
+    def largest(self, batch: torch.Size) -> Tensor:
+        """The largest score by magnitude, ``(*batch)``; scores that are not finite count 0."""
+        largest = self.structure.primary.new_zeros(batch, dtype=torch.float64)
+        for t, event in self.structure._tensors().values():
+            if t.is_floating_point() and t.numel():
+                t = t.detach().expand(self.structure.batch_shape + t.shape[t.dim() - event :])
+                t = torch.where(t.isfinite(), t.abs().double(), 0.0)
+                largest = torch.maximum(largest, _per_item(t, batch).amax(-1))
+        return largest
+
+    def scaled(self, by: Tensor) -> Self | None:
+        """The same factor with every score of an item multiplied by ``(*batch)``; None if the
+        scores of additional parts are no multiples of its tensors (as in grammars of low rank)."""
+        factors, scaled = len(self.structure.batch_shape) - by.dim(), {}
+        for name, (t, event) in self.structure._tensors().items():
+            times = by[(..., *[None] * (factors + event))]
+            scaled[name] = t * times if t.is_floating_point() else t
+        new = self.rebuild(scaled)
+        for old, found in zip(self.structure._parts()[1:], new.structure._parts()[1:], strict=True):
+            wanted = old.detach().double() * by[(..., *[None] * (old.dim() - by.dim()))]
+            off = torch.where(wanted.isfinite(), found.detach() - wanted, 0.0).abs()
+            if bool((off > 1e-6 * (1 + wanted.abs())).any()):
+                return None
+        return new
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: t for name, (t, _) in self.structure._tensors().items()}
+
+    def rebuild(self, tensors: dict[str, Tensor]) -> Self:
+        """The same factor with other tensors."""
+        new = copy.copy(self)
+        new.structure = self.structure._rebuild(**tensors)
+        return new
 
 
 class Logic(Factor):
@@ -82,12 +126,22 @@ class Logic(Factor):
     def scores(self, shape: torch.Size) -> Tensor | None:
         return None
 
-    def scaled(self, by: float) -> Logic:
+    def check_off(self, off: Tensor) -> None:
+        """Raises if too many of the variables are switched off, a mask ``(*batch, T)``."""
+        structure = self.structure
+        left = (~off).reshape(*structure.batch_shape, *structure.event_shape).sum(-1)
+        if bool((left < self._least).any()):
+            raise ValueError(
+                f"FactorGraph: a constraint needs {self._least} of its {structure.event_shape[0]} "
+                f"variables to be on, but only {int(left.min())} are not switched off (-inf). "
+                "Switch off fewer."
+            )
+
+    def scaled(self, by: Tensor) -> Self | None:
         return self
 
     def nearest(self, points: Tensor) -> Tensor:
         x = points.reshape(*self.structure.batch_shape, *self.structure.event_shape)
-        x = torch.where(self.structure.primary != -math.inf, x, -math.inf)
         inside = torch.where(x == -math.inf, 0.0, x).clamp(0, 1)
         total = inside.sum(-1, keepdim=True)
         for bound, wrong in ((self._most, total > self._most), (self._least, total < self._least)):
@@ -95,6 +149,37 @@ class Logic(Factor):
                 bounded = sparsemax(x) if bound == 1 else budgetmax(x, bound)
                 inside = torch.where(wrong, bounded, inside)
         return inside.reshape(points.shape)
+
+
+def _per_item(t: Tensor, batch: torch.Size) -> Tensor:
+    """``(*batch, ...)`` as ``(*batch, n)``."""
+    return t.reshape(*batch, t.shape[len(batch) :].numel())
+
+
+def _like(mask: Tensor, z: Tensor) -> Tensor:
+    return mask[(..., *[None] * (z.dim() - mask.dim()))]
+
+
+def _sharp_odds(structure: Any, sharp: Tensor) -> Tensor:
+    """log p/(1 − p) of some parts, a mask ``(*batch, *parts)``, where p is 0 or 1 but for rounding.
+
+    It is the log-partition of the structures with the part, to which a very high score confines
+    them, less that of the structures without it.
+    """
+    count = len(structure.batch_shape)
+    where = sharp.nonzero(as_tuple=True)
+    items = structure[where[:count]] if count else structure.expand(where[0].shape)
+    primary = items.primary
+    this = torch.zeros_like(primary, dtype=torch.bool)
+    this[(torch.arange(len(this), device=this.device), *where[count:])] = True
+    size = torch.where(primary.isfinite(), primary, 0.0).detach().abs().flatten(1).sum(-1)
+    high = HARD + 4 * size  # (k)
+    raised = torch.where(this, primary + high[(..., *[None] * (this.dim() - 1))], primary)
+    with_it = items._replace_primary(raised).log_partition()
+    without = items._replace_primary(torch.where(this, -math.inf, primary)).log_partition()
+    always = without == -math.inf
+    odds = with_it.double() - high - torch.where(always, 0.0, without).double()
+    return torch.where(always, HARD, odds)
 
 
 @family
@@ -149,6 +234,12 @@ class Pair(DynamicStructure):
 
     def _replace_primary(self, scores: Tensor) -> Pair:
         return self._rebuild(scores=scores, both=self.both)
+
+    def _with_gains(self, gains: Tensor) -> Pair:
+        new: Pair = super()._with_gains(gains)
+        return new._rebuild(
+            scores=new.scores, both=torch.where(self.both == -math.inf, -math.inf, 0.0)
+        )
 
     def enumerate_support(self, expand: bool = True) -> Tensor:
         every = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]], device=self.scores.device)

@@ -157,6 +157,10 @@ class _Times(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         return None, None, _Times.apply(ctx.face, _TRANSPOSED[ctx.name], grad)
 
+    @staticmethod
+    def jvp(ctx: Any, _: None, name: None, tangent: Tensor) -> Tensor:
+        return _Times.apply(ctx.face, ctx.name, tangent)
+
 
 class _Weights(torch.autograd.Function):
     """The weights of the maximum as a function of the scores of the active structures."""
@@ -169,3 +173,7 @@ class _Weights(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return None, _Times.apply(ctx.face, "face", grad), None
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: Tensor, probs: None) -> Tensor:
+        return _Times.apply(ctx.face, "face", tangent)

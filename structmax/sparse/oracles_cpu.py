@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from structmax.forest.pcfg.best_cpu import best_parts, fill_chart
 from structmax.forest.runs import edges_of
 from structmax.jit import kernel
 from structmax.oracles.arborescence_cpu import _read, grow_tree, new_gain
@@ -311,6 +312,30 @@ def subsets(low: int, high: int, problem: Any, lengths: Any, most_of_all: int, k
                 taken = r < least or (r < most and gain[i] < 0.0)
                 found[r] = i if taken else most_of_all + i
             s, go_on = absorb(s, found, n, problem.max_iter, problem.tol)
+        if not go_on:
+            out, at = _close(s, out, b - low, at)
+    return _trimmed(out, at)
+
+
+@kernel
+def grammars(low: int, high: int, problem: Any, lengths: Any, shape: Any) -> Any:
+    """Labelled trees: parts (n, n, S), then root symbols (N), then rules (N, S, S)."""
+    n, S, N = shape
+    s, out, at = _start(problem, False), _nothing(problem, high - low), (0, 0)
+    found, todo = np.empty(problem.width, np.int64), np.empty((n + 1, 3), np.int64)
+    chart, leaf = np.empty((n, n, N)), np.empty((n, S - N))
+    room = np.empty((N, S * S)), np.empty(S * S)
+    for b in range(low, high):
+        s = _open(s, problem, b, found)
+        go_on = True
+        while go_on:
+            spans = s.g[: n * n * S].reshape(n, n, S)
+            root = s.g[n * n * S : n * n * S + N]
+            rules = s.g[n * n * S + N :].reshape(N, S, S)
+            if not abs(fill_chart(spans, root, rules, lengths[b], chart, leaf, *room)) < INF:
+                break
+            length = best_parts(chart, leaf, root, rules, lengths[b], todo, found)
+            s, go_on = absorb(s, found, length, problem.max_iter, problem.tol)
         if not go_on:
             out, at = _close(s, out, b - low, at)
     return _trimmed(out, at)

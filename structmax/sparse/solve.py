@@ -309,7 +309,7 @@ def _wants_items(function: Callable[..., Tensor]) -> bool:
 # -- derivatives ---------------------------------------------------------------------------------
 
 
-class _Untracked(torch.autograd.Function):
+class Untracked(torch.autograd.Function):
     """A computation on plain tensors inside a ``torch.func`` transform, without derivatives."""
 
     @staticmethod
@@ -319,10 +319,15 @@ class _Untracked(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.mark_non_differentiable(*output)
+        ctx.count = len(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         return (None,) * len(ctx.needs_input_grad)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> tuple[None, ...]:
+        return (None,) * ctx.count
 
 
 def _untracked(run: Callable[..., Solution], tensors: Sequence[Tensor]) -> Solution:
@@ -337,10 +342,11 @@ def _untracked(run: Callable[..., Solution], tensors: Sequence[Tensor]) -> Solut
             names[:] = found
             return tuple(found.values())
 
-        tensors_found = _Untracked.apply(known, *tensors)
+        tensors_found = Untracked.apply(known, *tensors)
         return Solution(**dict(zip(names, tensors_found, strict=True)))
-    with torch.no_grad():
-        return run()
+    with torch.no_grad():  # which lets forward derivatives pass
+        forward = torch.autograd.forward_ad._current_level >= 0
+        return run(*[t.detach() for t in tensors]) if forward else run()
 
 
 # how often an oracle is asked depends on the data; torch.compiler.disable would do the same, but

@@ -136,7 +136,7 @@ class DynamicStructure(PartStructure):
         theta = wide._within(z)
         theta = theta.reshape(batch.numel(), theta.shape[-1])
         goal = wide._goal().reshape(-1)
-        use = naive.edge_visits(forest, naive.backpointers(forest, theta, Hard()), goal)
+        use = naive.edge_visits(forest, ops.backpointers(forest, theta, Hard()), goal)
         counts = counts_of_edges(forest, use).reshape(*batch, forest.num_parts)
         wide._refuse_no_structure(z, counts)
         return use
@@ -181,11 +181,11 @@ class DynamicStructure(PartStructure):
         return torch.where(nothing, -math.inf, log_prob)
 
     def _backpointers(self) -> Tensor:
-        """q ``(*batch, e)`` at every node of the forest, by the naive engine, differentiable."""
+        """q ``(*batch, e)`` at every node of the forest, differentiable."""
         theta = self._pack(self._parts())
         forest = lookup(self._forest_key())
         flat = theta.reshape(self.batch_shape.numel(), theta.shape[-1])
-        q = naive.backpointers(forest, flat, self.smoothing)
+        q = ops.backpointers(forest, flat, self.smoothing)
         return q.reshape(*self.batch_shape, forest.num_edges)
 
     def cross_entropy(self, q: Structure) -> Tensor:
@@ -194,10 +194,10 @@ class DynamicStructure(PartStructure):
             return p._gibbs_cross_entropy(q)
         forest = lookup(p._forest_key())
         batch_shape = torch.broadcast_shapes(p.batch_shape, q.batch_shape)
+        same, shape = q is p, (batch_shape.numel(), forest.num_edges)
         p, q = p.expand(batch_shape), q.expand(batch_shape)
-        local_p, local_q = (
-            s._backpointers().reshape(batch_shape.numel(), forest.num_edges) for s in (p, q)
-        )
+        local_p = p._backpointers().reshape(shape)
+        local_q = local_p if same else q._backpointers().reshape(shape)
         use = naive.edge_visits(forest, local_p, p._goal().reshape(-1))
         total = 0.0 - _sum_log(local_q, use)  # no −0 where p is certain
         total = total.reshape(batch_shape).to(self._parts()[0].dtype)

@@ -365,6 +365,8 @@ class PCFG(OneSided, DynamicStructure):
             with torch.no_grad():
                 self._check_feasible("sample", self.log_partition())
         z = self._draw(shape.numel(), generator)
+        if self._validate_args:
+            self._refuse_overflow(z)
         return z.reshape(*shape, *self.batch_shape, *self.event_shape).to(self.dtype)
 
     def _draw(self, count: int, generator: torch.Generator | None) -> Tensor:
@@ -412,13 +414,23 @@ class PCFG(OneSided, DynamicStructure):
             return
         single = (value == -math.inf) & (self._lengths() == 1)
         if bool(single.any()):
-            item = single.nonzero()[0].tolist()
-            where = f"item {item[0] if len(item) == 1 else tuple(item)}" if item else "the sentence"
             raise ValueError(
-                f"{self._name}.{query}: {where} allows no structure: it has one word, and a "
-                "grammar in Chomsky normal form derives two or more. Drop it."
+                f"{self._name}.{query}: {_first(single)} allows no structure: it has one word, and "
+                "a grammar in Chomsky normal form derives two or more. Drop it."
             )
         checks.feasible(self._name, query, value)
+
+    def _refuse_overflow(self, z: Tensor) -> None:
+        """Draws ``(count, *B, n, n, S)`` must be trees, and not NaN."""
+        if not (checks.can_look() and z.numel()):
+            return
+        bad = z[..., 0, 0, 0].isnan().any(0)
+        if bool(bad.any()):
+            raise ValueError(
+                f"{self._name}.sample: {_first(bad)} has scores so large that their sums overflow "
+                "float64. Make them smaller: a constant that is taken from all emissions changes "
+                "no probability."
+            )
 
     def _refuse_infeasible(self, query: str, value: Tensor, answer: Tensor) -> Tensor:
         if self._validate_args:
@@ -568,6 +580,12 @@ class PCFG(OneSided, DynamicStructure):
 
         args = (lengths, smoothing, validate_args)
         return LowRankPCFG(root, left, right, parent, emission, *args, spans=spans)
+
+
+def _first(items: Tensor) -> str:
+    """The first item of a mask ``(*B)``, in words."""
+    item = items.nonzero()[0].tolist()
+    return f"item {item[0] if len(item) == 1 else tuple(item)}" if item else "the sentence"
 
 
 def _trees(i: int, j: int, N: int, P: int) -> Iterator[list[tuple[int, int, int]]]:

@@ -69,7 +69,10 @@ def _naive(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tenso
 
 def _folded(scores: Tensors, lengths: Tensor) -> tuple[Tensor, Tensor]:
     unary, transition, *ends = scores
-    return naive.fold(unary, *ends, lengths) if ends else unary, transition
+    if ends:
+        start, end = ends
+        unary = naive.fold(unary, start, end, lengths)
+    return unary, transition
 
 
 def _spread(folded: Tensors, ends: Tensors, lengths: Tensor) -> list[Tensor]:

@@ -4,5 +4,6 @@ The forest engine answers for the same structure (``structmax.structures.pcfg`` 
 what these kernels are tested against, but it lists n³/6·N·(N+P)² hyperedges; a matrix product needs
 none of them. The charts are plain torch, the same on a CPU and a GPU: ``products`` and ``low_rank``
 in exp space, ``terms`` in log space and for the maximum. ``products_cpu`` is ``products`` compiled,
-for grammars of few symbols on the CPU. ``cpu`` walks finished charts top-down.
+for grammars of few symbols on the CPU, and ``best_cpu`` the charts of the maximum. ``cpu`` walks
+finished charts top-down.
 """

@@ -81,9 +81,12 @@ def heaviest(right, row):
 
 @kernel(inner=True)
 def draw_edge_by_maximum(chart, leaf, rules, i, j, u):
-    """The same with the largest term taken out instead of norm: for scores of any size."""
+    """The same with the largest term taken out instead of norm: for scores of any size. −1 where
+    a sum overflows."""
     top, best = best_edge(chart, leaf, rules, i, j, INF, -1)
     total, _ = edge_beyond(chart, leaf, rules, i, j, top, INF)
+    if not (-INF < top < INF and total > 0):
+        return -1
     _, edge = edge_beyond(chart, leaf, rules, i, j, top, u * total)
     return edge if edge >= 0 else best
 
@@ -108,7 +111,8 @@ def edge_beyond(chart, leaf, rules, i, j, top, limit):
 @kernel
 def draws(low, high, chart, leaf, spans, root, rules, lengths, uniform, z):
     """Indicators z ``(D, B, n, n, S)``, zeros before, of one tree for each row of ``uniform``;
-    still zeros if an item's best is −inf, or +inf or NaN of scores that were not looked at."""
+    still zeros if an item's best is −inf, or +inf or NaN of scores that were not looked at; NaN if
+    sums overflow on the way down."""
     n, N, S = chart.shape[1], chart.shape[3], spans.shape[3]
     todo = np.empty((n + 1, 3), np.int64)
     for b in range(low, high):
@@ -144,7 +148,8 @@ def draws(low, high, chart, leaf, spans, root, rules, lengths, uniform, z):
                     edge = draw_edge(chart[b], leaf[b], r[a], i, j, value - own, u)
                 if edge < 0:
                     edge = draw_edge_by_maximum(chart[b], leaf[b], r[a], i, j, u)
-                if edge < 0:  # sums that overflow
+                if edge < 0:
+                    z[d, b] = math.nan
                     break
                 k = edge // (S * S)
                 todo[size] = (k + 1, j, edge % S)

@@ -22,7 +22,15 @@ from structmax.forest.pcfg.low_rank import LowRank
 from structmax.forest.pcfg.products import Products, items_with, wrong
 from structmax.forest.pcfg.terms import Best, Terms
 from structmax.forest.pcfg.trees import rule_counts
-from structmax.primitive import Omega, Primitive, Tensors, flatten_batch, register, to_front
+from structmax.primitive import (
+    Omega,
+    Primitive,
+    Tensors,
+    backend_for,
+    flatten_batch,
+    register,
+    to_front,
+)
 from structmax.smoothing import HARD, Shannon, from_code
 
 PIECE = 1 << 28  # bytes that the work on one piece of a batch may take, roughly
@@ -110,14 +118,24 @@ def _wanted(counts: list[Dual]) -> list[Tensor]:
     return [c.x if c.d is None else c.d for c in counts]
 
 
+def _best_charts(g: Grammar) -> tuple[Tensor, Tensor, Tensor]:
+    """The best score ``(B)``, and the charts of the maximum ``(B, n, n, N)`` as ``[first, width −
+    1]`` and, for words, ``(B, n, P)``."""
+    from structmax.forest.pcfg import best_cpu
+
+    if backend_for(g.spans) == "cpu":
+        return best_cpu.charts(g)
+    chart = Best(g)
+    return chart.rise(), chart.log.by_start.x, chart.log.leaf.x
+
+
 def _best(scores: Tensors, lengths: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """The best score ``(B)``, the k best scores and their trees."""
     from structmax.forest.pcfg import cpu
 
     g = Grammar(scores, lengths, 1.0)
-    chart = Best(g)
-    best = chart.rise()
-    arrays = (chart.log.by_start.x, chart.log.leaf.x, g.spans, g.root, g.rules, g.lengths)
+    best, chart, leaf = _best_charts(g)
+    arrays = (chart, leaf, g.spans, g.root, g.rules, g.lengths)
     values, z = (t.to(best.device) for t in cpu.kbest(*arrays, k))
     bad = best.isnan()[:, None]
     values = torch.where(bad, math.nan, values)
@@ -135,7 +153,7 @@ def _naive(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tenso
 def _value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
     def run(scores: Tensors, constants: Tensors) -> list[Tensor]:
         if omega[0] == HARD:
-            return [Best(Grammar(scores, constants[0], 1.0)).rise()]
+            return [_best_charts(Grammar(scores, constants[0], 1.0))[0]]
         return [omega[1] * _values(Grammar(scores, constants[0], omega[1]))]
 
     return _in_pieces(run, scores, constants)[0].to(scores[0].dtype)
