@@ -85,7 +85,7 @@ def values(
     if lengths is not None and lengths.numel():
         flags.append((lengths.amin() < 1) | (lengths.amax() > longest))
         out_of_range = (lengths < 1) | (lengths > longest)
-    if not flags or not bool(torch.stack(flags).any()):
+    if not flags or not bool(torch.stack(flags).any() if len(flags) > 1 else flags[0]):
         return
     if lengths is not None and bool(out_of_range.any()):
         item = tuple(out_of_range.nonzero()[0].tolist())
@@ -133,10 +133,10 @@ def _may_be_bad(tensor: Tensor) -> Tensor:
 
 def feasible(owner: str, query: str, value: Tensor) -> None:
     """Every item has a structure: no value is −inf."""
-    if not value.numel() or not can_look():
+    if not value.numel() or not can_look() or value.amin().item() > -torch.inf:
         return
     none = value == -torch.inf
-    if bool(none.any()):
+    if bool(none.any()):  # and not NaN
         item = tuple(none.nonzero()[0].tolist())
         where = f"item {_show(item)}" if item else "the scores"
         raise ValueError(

@@ -7,8 +7,9 @@ step is a few instructions for each cell, and what counts is how long it waits f
 Up to ``ROWS`` rows a thread has its rows in registers (``up_rows``, ``down_rows``). It gets one
 number from the row beside it, by a ring of two in global memory, which the cache holds, with a
 barrier of the program between diagonals; what else a diagonal reads is asked for ``AHEAD`` of its
-turn. More rows are taken in blocks, with all of the last diagonals in a ring of three (``up``,
-``down``), so neither side has a largest length; so are directions.
+turn, and is moved to where a diagonal is contiguous before (``skew``) or after. More rows are taken
+in blocks, with all of the last diagonals in a ring of three (``up``, ``down``), so neither side has
+a largest length; so are directions.
 
 What the way back needs is kept for every cell, that of (i, j) at [(i + j) mod m, i]: so a diagonal
 is contiguous and nothing is wasted. Values are float64; what enters exp and log is in the dtype of
@@ -29,6 +30,7 @@ HARD, SHANNON = tl.constexpr(smoothing.HARD), tl.constexpr(smoothing.SHANNON)
 Code = tuple[float, float, float]
 ROWS = 1024  # of a diagonal that a program takes at a time, at most
 AHEAD = tl.constexpr(2)  # diagonals
+SIDE = 32  # of a square that is moved at a time
 
 
 @triton.jit
@@ -125,13 +127,44 @@ def cells(d, i, rows, columns, band):
     return inside
 
 
+@triton.jit
+def on_diagonal(X, d, i, n, m, rows, columns, band):
+    """What skewed X holds for the cells of diagonal d, 0 where it has none."""
+    inside = cells(d, i, rows, columns, band)
+    return tl.load(X + d % m * (rows.to(tl.int64) * 0 + n) + i, mask=inside, other=0.0)
+
+
+@quick
+@triton.jit
+def skew(X, xb, xi, xj, R, C, Y, yb, n, m, band, BACK: tl.constexpr, SIDE: tl.constexpr):
+    """Y[(i + j) mod m, i] = X[i, j] for all cells; if ``BACK``, X is written, 0 outside of an item.
+
+    Reading and writing are along memory, each in its own direction.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * SIDE + tl.arange(0, SIDE)[:, None]
+    d = tl.program_id(2) * SIDE + tl.arange(0, SIDE)[None, :]
+    live = (i < n) & (i <= d) & (d - i < m)
+    x = X + b * xb + i * (b * 0 + xi) + (d - i) * (b * 0 + xj)
+    y = Y + b * yb + d % m * (b * 0 + n) + i
+    if BACK:
+        rows, columns = tl.load(R + b).to(tl.int32), tl.load(C + b).to(tl.int32)
+        inside = cells(d, i, rows, columns, band)
+        tl.store(x, tl.load(y, mask=live & inside, other=0.0), mask=live)
+    else:
+        tl.store(y, tl.load(x, mask=live), mask=live)
+
+
 @quick
 @triton.jit
 def up_rows(
-    theta, sb, si, sj, R, C, V, Q, A, n, m, depth, band, gamma: tl.float64,
+    theta, sb, R, C, V, Q, A, n, m, depth, band, gamma: tl.float64,
     BLOCK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """As ``up``, for n ≤ BLOCK; V ``(B, 2, BLOCK + 1)`` comes with anything in it."""
+    """As ``up``, for n ≤ BLOCK; V ``(B, 2, BLOCK + 1)`` comes with anything in it. The scores are
+    skewed, and may lie where the last backpointers go: a cell's are written when its score was
+    read.
+    """
     b = tl.program_id(0).to(tl.int64)
     rows, columns = tl.load(R + b).to(tl.int32), tl.load(C + b).to(tl.int32)
     theta += b * sb
@@ -139,25 +172,23 @@ def up_rows(
     plane = (b * 0 + depth) * n
     Q += b * 3 * plane
     i = tl.arange(0, BLOCK)
-    at = theta + i * (b * 0 + si - sj)  # of column −i
     tl.store(V + i, -float("inf"))
     tl.store(V + BLOCK + 1 + i, -float("inf"))
     tl.debug_barrier()
-    own = tl.load(at, mask=cells(0, i, rows, columns, band), other=0.0)
-    after = tl.load(at + sj, mask=cells(1, i, rows, columns, band), other=0.0)
+    own = on_diagonal(theta, 0, i, n, m, rows, columns, band)
+    after = on_diagonal(theta, 1, i, n, m, rows, columns, band)
     x0 = tl.full((BLOCK,), -float("inf"), tl.float64)
     value = x0
     for d in range(0, rows + columns - 1):
         inside = cells(d, i, rows, columns, band)
         ring = V + d % 2 * (BLOCK + 1)
         x1 = tl.load(V + (d + 1) % 2 * (BLOCK + 1) + i)
-        later = cells(d + AHEAD, i, rows, columns, band)
-        coming = tl.load(at + (b * 0 + d + AHEAD) * sj, mask=later, other=0.0)
+        coming = on_diagonal(theta, d + AHEAD, i, n, m, rows, columns, band)
         best, q0, q1, q2 = choose(x0, x1, value, gamma, Q.dtype.element_ty, KIND)
         best = own.to(tl.float64) + tl.where(d == 0, 0.0, best)
         value = tl.where(inside, best, -float("inf"))
         tl.store(ring + i + 1, value)
-        kept = Q + (b * 0 + d % depth) * n + i
+        kept = Q + d % depth * (b * 0 + n) + i
         tl.store(kept, q0, mask=inside)
         tl.store(kept + plane, q1, mask=inside)
         tl.store(kept + 2 * plane, q2, mask=inside)
@@ -264,18 +295,18 @@ def down(
 
 @triton.jit
 def backpointers(Q, d, i, n, m, plane, rows, columns, band):
-    """Those of the cells of diagonal d, 0 where it has none."""
-    inside = (d >= 0) & cells(d, i, rows, columns, band)
-    at = Q + (plane * 0 + d % m) * n + i
-    q0 = tl.load(at, mask=inside, other=0.0)
-    q1 = tl.load(at + plane, mask=inside, other=0.0)
-    return q0, q1, tl.load(at + 2 * plane, mask=inside, other=0.0)
+    """Those of the cells of diagonal d, which may be negative: it has none."""
+    d, columns = tl.maximum(d, 0), tl.where(d < 0, 0, columns)
+    q0 = on_diagonal(Q, d, i, n, m, rows, columns, band)
+    q1 = on_diagonal(Q + plane, d, i, n, m, rows, columns, band)
+    return q0, q1, on_diagonal(Q + 2 * plane, d, i, n, m, rows, columns, band)
 
 
 @quick
 @triton.jit
-def down_rows(R, C, A, Q, F, M, n, m, band, BLOCK: tl.constexpr):
-    """As ``down``, for n ≤ BLOCK; F ``(B, 2, BLOCK + 1)`` comes with anything in it.
+def down_rows(R, C, A, Q, F, n, m, band, BLOCK: tl.constexpr):
+    """As ``down``, for n ≤ BLOCK; F ``(B, 2, BLOCK + 1)`` comes with anything in it. The visits,
+    skewed, take the place of the first backpointers.
 
     What flows into row i comes from row i itself and from the row after it: by one move from the
     diagonal after this, by the other from the second after this. F holds the sum of these two.
@@ -287,7 +318,6 @@ def down_rows(R, C, A, Q, F, M, n, m, band, BLOCK: tl.constexpr):
     plane = (b * 0 + m) * n
     Q += b * 3 * plane
     F += b * 2 * (BLOCK + 1)
-    M += b * plane
     i = tl.arange(0, BLOCK)
     for ring in tl.static_range(2):
         tl.store(F + ring * (BLOCK + 1) + i, 0.0)
@@ -305,7 +335,7 @@ def down_rows(R, C, A, Q, F, M, n, m, band, BLOCK: tl.constexpr):
         s0, s1, s2 = backpointers(Q, d - AHEAD, i, n, m, plane, rows, columns, band)
         tl.store(F + k % 2 * (BLOCK + 1) + i, across + tl.where(inside, g * q1, 0.0))
         across, beside = tl.where(inside, g * q0, 0.0), tl.where(inside, g * q2, 0.0)
-        tl.store(M + i * (b * 0 + m - 1) + d, g.to(M.dtype.element_ty), mask=inside)
+        tl.store(Q + d % m * (b * 0 + n) + i, g.to(Q.dtype.element_ty), mask=inside)
         q0, q1, q2, r0, r1, r2 = r0, r1, r2, s0, s1, s2
         tl.debug_barrier()
 
@@ -320,18 +350,31 @@ class Block:
         self.kind, self.gamma, self.band = int(code[0]), code[1], band
         self.sizes = rows.contiguous(), columns.contiguous()
         block = min(ROWS, triton.next_power_of_2(self.n + 2))
+        self.in_rows = self.n <= block
+        warps = block // 32 if self.in_rows else min(8, block // 128)
         # one stage: a load must not move before the barrier that it waits for
-        self.how = {"BLOCK": block, "num_warps": max(1, min(8, block // 128)), "num_stages": 1}
+        self.how = {"BLOCK": block, "num_warps": max(1, warps), "num_stages": 1}
         depth = self.m if keep else 1
         self.Q = self.room(theta.dtype, 3, depth, self.n)
         self.A = self.room(torch.float64)
-        if self.n <= block:
+        if self.in_rows:
+            skewed = self.Q[:, 2] if keep else self.room(theta.dtype, self.m, self.n)
+            self.skew(theta, skewed, BACK=False)
             way, V = up_rows, self.room(torch.float64, 2, block + 1)
+            theta, strides = skewed, skewed.stride()[:1]
         else:
             way, V = up, self.room(torch.float64, 3, self.n + 2).fill_(-torch.inf)
+            strides = theta.stride()
         way[(self.B,)](
-            theta, *theta.stride(), *self.sizes, V, self.Q, self.A,
+            theta, *strides, *self.sizes, V, self.Q, self.A,
             self.n, self.m, depth, band, self.gamma, KIND=self.kind, **self.how,
+        )  # fmt: skip
+
+    def skew(self, cells: Tensor, skewed: Tensor, BACK: bool) -> None:
+        grid = self.B, triton.cdiv(self.n, SIDE), triton.cdiv(self.n + self.m - 1, SIDE)
+        skew[grid](
+            cells, *cells.stride(), *self.sizes, skewed, skewed.stride(0),
+            self.n, self.m, self.band, BACK=BACK, SIDE=SIDE, num_warps=4,
         )  # fmt: skip
 
     def room(self, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -342,14 +385,14 @@ class Block:
 
     def visits(self, D: Tensor | None = None) -> Tensor:
         """``(B, n, m)``, or its derivative given that of the backpointers."""
-        out = torch.zeros_like(self.theta, memory_format=torch.contiguous_format)
-        block = self.how["BLOCK"]
-        if D is None and self.n <= block:
-            F = self.room(torch.float64, 2, block + 1)
-            down_rows[(self.B,)](
-                *self.sizes, self.A, self.Q, F, out, self.n, self.m, self.band, **self.how
-            )
+        if D is None and self.in_rows:
+            F = self.room(torch.float64, 2, self.how["BLOCK"] + 1)
+            sizes = self.n, self.m, self.band
+            down_rows[(self.B,)](*self.sizes, self.A, self.Q, F, *sizes, **self.how)
+            out = self.room(self.theta.dtype, self.n, self.m)
+            self.skew(out, self.Q, BACK=True)
             return out
+        out = torch.zeros_like(self.theta, memory_format=torch.contiguous_format)
         F = self.flows()
         dF = F if D is None else self.flows()
         down[(self.B,)](
