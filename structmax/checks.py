@@ -7,13 +7,16 @@ capturing a CUDA graph.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+Mask = Tensor | Callable[[], Tensor] | None
 
 
 def can_look() -> bool:
@@ -71,30 +74,33 @@ def lengths(owner: str, given: Tensor | Sequence[int], device: torch.device) -> 
 
 def values(
     owner: str,
-    scores: dict[str, tuple[Tensor, Tensor | None]],
+    scores: Mapping[str, tuple[Tensor, Mask]],
     lengths: Tensor | None = None,
     longest: int = 0,
 ) -> None:
     """No NaN or +inf among the scores, lengths between 1 and ``longest``.
 
-    Each score comes with a boolean mask, which broadcasts to it, of what is looked at (None: all of
-    it): padding may hold anything.
+    Each score comes with a boolean mask, which broadcasts to it, of what is looked at, or with what
+    makes one if need be (None: all of it): padding may hold anything.
     """
     scores = {name: (t.detach(), mask) for name, (t, mask) in scores.items() if t.numel()}
     flags = [_may_be_bad(tensor) for tensor, _ in scores.values()]
     if lengths is not None and lengths.numel():
         flags.append((lengths.amin() < 1) | (lengths.amax() > longest))
-        out_of_range = (lengths < 1) | (lengths > longest)
-    if not flags or not bool(torch.stack(flags).any() if len(flags) > 1 else flags[0]):
+    tensors = [f for f in flags if isinstance(f, Tensor) and f.device.type != "cpu"]
+    if not (bool(torch.stack(tensors).any()) if len(tensors) > 1 else any(flags)):
         return
-    if lengths is not None and bool(out_of_range.any()):
-        item = tuple(out_of_range.nonzero()[0].tolist())
-        raise ValueError(
-            f"{owner}: lengths must be between 1 and {longest}, got {int(lengths[item])} "
-            f"for item {_show(item)}."
-        )
+    if lengths is not None:
+        out_of_range = (lengths < 1) | (lengths > longest)
+        if bool(out_of_range.any()):
+            item = tuple(out_of_range.nonzero()[0].tolist())
+            raise ValueError(
+                f"{owner}: lengths must be between 1 and {longest}, got {int(lengths[item])} "
+                f"for item {_show(item)}."
+            )
     for name, (tensor, mask) in scores.items():
         bad = ~(tensor < torch.inf)
+        mask = mask() if callable(mask) else mask
         if mask is not None:
             bad = (bad & mask).long().sum_to_size(tensor.shape) > 0
         if bool(bad.any()):
@@ -120,15 +126,16 @@ def between(owner: str, what: str, given: dict[str, tuple[Tensor, int, int]]) ->
             )
 
 
-def _may_be_bad(tensor: Tensor) -> Tensor:
+def _may_be_bad(tensor: Tensor) -> Tensor | bool:
     """Whether there is a NaN or +inf anywhere, padding included."""
-    large = tensor.numel() >= 1 << 15
-    if large and tensor.device.type == "cpu" and tensor.dtype.itemsize >= 4:
+    if tensor.device.type != "cpu":
+        return ~(tensor.amax() < torch.inf)
+    if tensor.numel() >= 1 << 15 and tensor.dtype.itemsize >= 4:
         # torch would use its own threads, which then spin for a while in the way of our kernels
         from structmax.jit import all_below_infinity
 
-        return torch.tensor(not all_below_infinity(tensor))
-    return ~(tensor.amax() < torch.inf)
+        return not all_below_infinity(tensor)
+    return not tensor.amax().item() < math.inf
 
 
 def feasible(owner: str, query: str, value: Tensor) -> None:

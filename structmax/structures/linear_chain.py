@@ -152,13 +152,17 @@ class LinearChain(OneSided, DynamicStructure):
             self._lengths_are_good = True
 
     def _check_values(self) -> None:
-        position, steps = None, None
-        if self.lengths is not None:
-            inside = self._inside()
-            position = inside[..., None]
-            steps = inside[..., 1:, None, None] if self._steps_given else None
-        unary, start = self._score_names
-        looked_at = {unary: (self.unary, position), "transition": (self.transition, steps)}
+        def positions() -> Tensor:
+            return self._inside()[..., None]
+
+        def steps() -> Tensor:
+            return self._inside()[..., 1:, None, None]
+
+        ragged, (unary, start) = self.lengths is not None, self._score_names
+        looked_at: dict[str, tuple[Tensor, checks.Mask]] = {
+            unary: (self.unary, positions if ragged else None),
+            "transition": (self.transition, steps if ragged and self._steps_given else None),
+        }
         for which, vector in ((start, self.start), ("end", self.end)):
             if vector is not None:
                 looked_at[which] = (vector, None)
@@ -395,7 +399,9 @@ class LinearChain(OneSided, DynamicStructure):
         tensor([1, 0])
         """
         best, tags = self._viterbi()
-        if self._validate_args and not self._finite(best):
+        if self._validate_args and checks.can_look():
+            if self._finite(best) or math.isfinite(best.sum().item()):
+                return tags
             checks.feasible(self._name, "argmax_tags", best)
         return torch.where((best.abs() < math.inf)[..., None], tags, -1)
 
@@ -492,17 +498,22 @@ class LinearChain(OneSided, DynamicStructure):
 
     def _checked_tags(self, tags: Tensor) -> Tensor:
         n, c = self.event_shape
-        try:
-            shape = torch.broadcast_shapes(tags.shape, (*self.batch_shape, n))
-        except RuntimeError:
-            shape = torch.Size(())
-        if tags.dim() == 0 or tags.shape[-1] != n or not shape:
-            raise ValueError(
-                f"{self._name}: tags must be (..., {n}) and broadcast with the batch "
-                f"{tuple(self.batch_shape)}, got {tuple(tags.shape)}."
-            )
-        tags = tags.expand(shape)
-        if self._validate_args and checks.can_look():
+        if tags.shape != (*self.batch_shape, n):
+            try:
+                shape = torch.broadcast_shapes(tags.shape, (*self.batch_shape, n))
+            except RuntimeError:
+                shape = torch.Size(())
+            if tags.dim() == 0 or tags.shape[-1] != n or not shape:
+                raise ValueError(
+                    f"{self._name}: tags must be (..., {n}) and broadcast with the batch "
+                    f"{tuple(self.batch_shape)}, got {tuple(tags.shape)}."
+                )
+            tags = tags.expand(shape)
+        if self._validate_args and checks.can_look() and tags.numel():
+            if tags.device.type == "cpu":  # where two looks cost less than what follows
+                least, most = tags.aminmax()
+                if least >= 0 and most < c:
+                    return tags
             wrong = self._inside() & ((tags < 0) | (tags >= c))
             if bool(wrong.any()):
                 where = tuple(wrong.nonzero()[0].tolist())

@@ -693,7 +693,7 @@ def _apart(*shape: int, dtype: Any = np.float64) -> NDArray:
     up in another order: the last bit must not depend on who is a neighbour on the heap.
     """
     gap, size = 512, math.prod(shape) * np.dtype(dtype).itemsize
-    return np.empty(size + 2 * gap, np.uint8)[gap : gap + size].view(dtype).reshape(shape)
+    return np.ndarray(shape, dtype, np.empty(size + 2 * gap, np.uint8), gap)
 
 
 def _forward_space(u: NDArray, steps: int) -> tuple[NDArray, ...]:
