@@ -61,6 +61,22 @@ def test_derivatives(name: str) -> None:
     assert gradcheck(loss, (x, y)) and gradgradcheck(loss, (x, y), fast_mode=True, atol=1e-4)
 
 
+def test_derivatives_of_numbers_in_every_mode() -> None:
+    """Series of numbers have a backward pass of their own."""
+    x, y, loss = randn(3, 4, 1), randn(1, 5, 1, seed=1), SoftDTW()  # y is shared by the batch
+    leaves = x.requires_grad_(), y.requires_grad_()
+    assert gradcheck(loss, leaves, check_forward_ad=True) and gradgradcheck(loss, leaves)
+    x, y = x.detach(), y.detach().repeat(3, 1, 1)
+
+    def total(x: Tensor, y: Tensor) -> Tensor:
+        return loss(x, y).sum()
+
+    for which in (0, 1):
+        exact = torch.func.grad(total, which)(x, y)
+        torch.testing.assert_close(torch.func.jacfwd(total, which)(x, y), exact)
+        torch.testing.assert_close(torch.func.vmap(torch.func.grad(total, which))(x, y), exact)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_ragged_is_item_by_item(name: str) -> None:
     x, y = randn(3, 6, 2), randn(3, 5, 2, seed=1)
@@ -75,6 +91,13 @@ def test_ragged_is_item_by_item(name: str) -> None:
         torch.testing.assert_close(whole[i], alone, rtol=1e-10, atol=1e-10)
     (slope,) = torch.autograd.grad(whole.sum(), x)
     assert bool(slope.isfinite().all()) and not bool(slope[1, 2:].any())
+
+
+def test_lengths_under_vmap() -> None:
+    x, y = randn(3, 2, 4, 2), randn(3, 2, 5, 2, seed=1)
+    lengths = torch.tensor([[4, 2], [3, 1], [1, 4]]), torch.tensor([[5, 2], [3, 3], [1, 4]])
+    mapped = torch.vmap(lambda *one: SoftDTW()(one[0], one[1], one[2:]))(x, y, *lengths)
+    torch.testing.assert_close(mapped, SoftDTW()(x, y, lengths))
 
 
 def test_divergence() -> None:
@@ -166,6 +189,15 @@ ERRORS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "init": (lambda: sx.barycenter(x, init=y), ["init", "(length, 4)", "(2, 5, 4)"]),
     "length": (lambda: sx.barycenter(x, init=x[0], length=4), ["init", "(4, 4)", "(3, 4)"]),
     "series": (lambda: sx.barycenter(x[0]), ["series", "(k, n, d)", "(3, 4)"]),
+    "4-d": (lambda: sx.barycenter(x[None]), ["series", "(k, n, d)", "(1, 2, 3, 4)"]),
+    "one length": (
+        lambda: sx.barycenter(x, lengths=torch.tensor([3])),
+        ["lengths must be (2,)", "(1,)"],
+    ),
+    "a bad y": (
+        lambda: SoftDTW()(x, torch.full((2, 5, 4), math.nan)),
+        ["y[0, 0, 0] is nan", "finite"],
+    ),
     "lists": (lambda: sx.barycenter([x]), ["series", "(n, d)", "(2, 3, 4)"]),
     "sizes": (lambda: sx.barycenter(x, lengths=torch.tensor([3, 4])), ["lengths", "got 4"]),
 }

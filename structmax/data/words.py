@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,18 @@ NONE, UNKNOWN = 0, 1
 
 MOST_CHARS = 30
 MOST_FORMS = 1 << 20  # remembered
+
+
+def words_between_spaces(line: str) -> list[str]:
+    """The words of a line, at least one. Other white space is part of a word, as in some numbers.
+
+    >>> words_between_spaces("a  2\u00a01/2 star film\\n")
+    ['a', '2\\xa01/2', 'star', 'film']
+    """
+    words = re.findall(r"[^ \t\r\n]+", line)
+    if not words:
+        raise ValueError("expected words between spaces, got an empty line.")
+    return words
 
 
 class Words(NamedTuple):

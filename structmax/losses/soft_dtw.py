@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from structmax import checks
+from structmax.primitive import apply
 from structmax.smoothing import Shannon, Smoothing
 from structmax.structures.alignment import Alignment
 
@@ -121,7 +122,7 @@ class SoftDTW(torch.nn.Module):
     ) -> Tensor:
         """−DP_Ω(−c) of series whose padding holds numbers."""
         if x.shape[-1] == 1:
-            scores = (x - y.mT).square().neg_()
+            scores = _apart(x, y)
         else:  # −c as one product
             square_x, square_y = torch.linalg.vecdot(x, x), torch.linalg.vecdot(y, y)
             left = torch.cat([2 * x, square_x[..., None], torch.ones_like(x[..., :1])], -1)
@@ -132,6 +133,42 @@ class SoftDTW(torch.nn.Module):
             scores, lengths, band=self.band, smoothing=self.omega, validate_args=False
         )
         return 0.0 - alignment.log_partition()  # no −0
+
+
+def _apart(x: Tensor, y: Tensor) -> Tensor:
+    """−(xᵢ − yⱼ)² of series of numbers ``(*B, n, 1)`` and ``(*B, m, 1)``."""
+    if torch.compiler.is_compiling():
+        return -(x - y.mT).square()
+    return apply(_Apart, x, y)
+
+
+class _Apart(torch.autograd.Function):
+    """The same, with a backward pass that goes over all pairs once, not four times."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        apart = x - y.mT
+        return apart.mul_(apart).neg_()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        flow = (x - y.mT) * g
+        left, right = -2 * flow.sum(-1, keepdim=True), 2 * flow.sum(-2).unsqueeze(-1)
+        return left.sum_to_size(x.shape), right.sum_to_size(y.shape)
+
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor | None, y: Tensor | None) -> Tensor:
+        rate = (0.0 if x is None else x) - (0.0 if y is None else y.mT)
+        one, other = ctx.saved_tensors
+        return -2 * (one - other.mT) * rate
 
 
 def _padded(x: Tensor, lengths: Tensor | None) -> Tensor:

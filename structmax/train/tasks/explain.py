@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from structmax.data import find_data, sst
+from structmax.data.words import words_between_spaces
 from structmax.estimators import Estimator
 from structmax.estimators.noise import gumbel
 from structmax.nn.leaf_lstm import LeafLSTM
@@ -218,9 +219,7 @@ class Explain(Task):
     def predict(self, model: Any, lines: Sequence[str]) -> Iterator[dict[str, Any]]:
         device = next(model.parameters()).device
         for line in lines:
-            words = line.split()
-            if not words:
-                raise ValueError("expected words between spaces, got an empty line.")
+            words = words_between_spaces(line)
             z, logits = model(move(self.collate([sst.Phrase(words, 0, [])]), device))
             chosen = [t for t, kept in enumerate(z[0, : len(words)].tolist()) if kept]
             p = logits[0].softmax(-1)[1].item()

@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from structmax import losses
 from structmax.data import Vocabulary, Words, find_data, glove, treebank, words
+from structmax.data.words import words_between_spaces
 from structmax.nn.biaffine import Biaffine, LabelledBiaffine
 from structmax.nn.word_encoder import WordEncoder
 from structmax.structures.dependency_tree import DependencyTree
@@ -285,9 +286,7 @@ class Parse(Task):
     def predict(self, model: Any, lines: Sequence[str]) -> Iterator[dict[str, Any]]:
         device = next(model.parameters()).device
         for line in lines:
-            sentence = line.split()
-            if not sentence:
-                raise ValueError("expected words between spaces, got an empty line.")
+            sentence = words_between_spaces(line)
             nothing = treebank.Parsed(
                 sentence, [0] * len(sentence), self.facts["labels"][:1] * len(sentence)
             )

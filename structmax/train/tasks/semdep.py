@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from structmax import losses
 from structmax.data import conllu, find_data, treebank
+from structmax.data.words import words_between_spaces
 from structmax.nn.semantic_graph import SemanticGraph
 from structmax.train.batches import move
 from structmax.train.config import TrainConfig, option
@@ -176,9 +177,7 @@ class SemDep(Task):
             raise ValueError("this model was trained along given trees and has none for a line.")
         device = next(model.parameters()).device
         for line in lines:
-            words = line.split()
-            if not words:
-                raise ValueError("expected words between spaces, got an empty line.")
+            words = words_between_spaces(line)
             batch = move(self.collate([Example(words, [0] * len(words), [])]), device)
             scores, tree = model(batch.words, batch.lengths, self._relaxed(model), batch.heads)
             arcs = [(h, m) for h, m in ((scores > 0) & batch.used)[0].nonzero().tolist()]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from structmax.data import find_data
 from structmax.data import sst as treebank
+from structmax.data.words import words_between_spaces
 from structmax.estimators import SparseExpectation
 from structmax.nn.dependency_classifier import DependencyClassifier
 from structmax.train.batches import move
@@ -226,9 +227,7 @@ class SST(Task):
             raise ValueError("this model was trained along given trees and has none for a line.")
         device = next(model.parameters()).device
         for line in lines:
-            words = line.split()
-            if not words:
-                raise ValueError("expected words between spaces, got an empty line.")
+            words = words_between_spaces(line)
             batch = move(self.collate([Example(words, 0, [])]), device)
             inputs = batch.words, batch.lengths
             (p,) = model(*inputs, heads=batch.heads, estimator=model.estimator).exp().tolist()

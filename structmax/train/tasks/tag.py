@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from structmax import losses
 from structmax.data import Vocabulary, Words, columns, conllu, find_data, glove, words
 from structmax.data.columns import Tagged
+from structmax.data.words import words_between_spaces
 from structmax.nn.word_encoder import WordEncoder
 from structmax.smoothing import Gini, Hard, Shannon
 from structmax.structures.linear_chain import LinearChain
@@ -200,9 +201,7 @@ class Tag(Task):
     def predict(self, model: Any, lines: Sequence[str]) -> Iterator[dict[str, Any]]:
         device = next(model.parameters()).device
         for line in lines:
-            sentence = line.split()
-            if not sentence:
-                raise ValueError("expected words between spaces, got an empty line.")
+            sentence = words_between_spaces(line)
             batch = move(
                 self.collate([Tagged(sentence, self.facts["tags"][:1] * len(sentence))]), device
             )
