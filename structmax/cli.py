@@ -12,7 +12,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -127,6 +127,7 @@ for _name in tasks.names():
 def evaluate(
     run: Run,
     split: Annotated[Literal["valid", "test"], typer.Option(help="What to measure on.")] = "test",
+    data: Annotated[str | None, typer.Option(help="Folder of data sets, if it has moved.")] = None,
     device: Device = "auto",
 ) -> None:
     """Measure a run's best weights; prints JSON."""
@@ -135,8 +136,14 @@ def evaluate(
 
     with workers(device) as crew:
         trained = runs.load(run, crew.device)
+        config = trained.config
+        if data is not None:
+            if not hasattr(config, "data"):
+                raise UserError(f"task {trained.task.name} reads no data sets. Leave out --data.")
+            moved: dict[str, Any] = {"data": data}
+            config = replace(config, **moved)
         with as_user_error():
-            examples = getattr(trained.task.data(trained.config), split)
+            examples = getattr(trained.task.data(config), split)
         if not len(examples):
             raise UserError(f"task {trained.task.name} has no {split} split here.")
         found = measure(trained.task, trained.model, examples, trained.config, crew)

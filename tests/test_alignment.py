@@ -417,6 +417,15 @@ def test_ctc_against_enumeration() -> None:
     assert torch.equal(s.encode(s.decode(z)), z)
 
 
+def test_conditions_without_lengths() -> None:
+    s = sx.Alignment(randn(3, 3))
+    for i, j in itertools.product(range(3), repeat=2):
+        include = torch.zeros(3, 3, dtype=torch.bool)
+        include[i, j] = True
+        p = (s.condition(include=include).log_partition() - s.log_partition()).exp()
+        torch.testing.assert_close(p, s.marginals()[i, j])
+
+
 def test_ctc_condition() -> None:
     s = sx.CTC(randn(5, 3), torch.tensor([1, 1]))
     for t, v in itertools.product(range(5), range(2)):
@@ -535,3 +544,5 @@ def test_what_nobody_looked_at_gives_nan(kind: str) -> None:
         validate_args=False,
     )
     assert ctc.log_partition().isnan().tolist() == [False, True, True, True]
+    bad = ctc.encode(torch.tensor([[1, 2, 0], [0, 0, 1], [1, 1, 1], [1, 7, 2]]))
+    assert bad.shape == (4, 3, 4) and bad[0].sum() == 3

@@ -320,6 +320,8 @@ def test_pickle_and_repr() -> None:
     x = randn(2, 4, 8)
     torch.testing.assert_close(pickle.loads(pickle.dumps(attention))(x), attention(x))
     assert "8, num_heads=2, map='entmax', alpha=1.3, learn_alpha=True" in repr(attention)
+    plain = sx.nn.Attention(8, 2, bias=False)
+    assert not [name for name, _ in plain.named_parameters() if name.endswith("bias")]
 
 
 # -- errors --------------------------------------------------------------------------------------

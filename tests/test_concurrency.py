@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import gc
+import io
 import math
 import multiprocessing
 import os
@@ -297,6 +299,22 @@ def test_both_kinds_of_threads_agree(whose: str, monkeypatch) -> None:
     expected = answers(3)
     monkeypatch.setattr("structmax.threads._openmp", lambda: None)
     assert same(answers(3), expected)
+
+
+def test_without_openmp(monkeypatch) -> None:
+    """Where torch's OpenMP is not found there are none of its threads."""
+    look = _openmp.__wrapped__
+    for lines in ("", "0-1 r 0 0 1 /a/libgomp.so.1\n2-3 r 0 0 1 /b/libgomp.so.1\n"):
+        monkeypatch.setattr(builtins, "open", lambda *_, lines=lines: io.StringIO(lines))
+        assert look() is None
+    monkeypatch.setattr(builtins, "open", lambda *_: io.StringIO("0-1 r 0 0 1 /no/libgomp.so.1"))
+    assert look() is None
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(builtins, "open", refuse)
+    assert look() is None
 
 
 def test_a_crowded_machine_uses_our_threads(threads, monkeypatch) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import structmax as sx
 from structmax.estimators.exact_expectation import every_structure
-from structmax.estimators.objectives import Objectives, _mean
+from structmax.estimators.objectives import Objectives, _mean, gradient
 
 
 def chain() -> sx.LinearChain:
@@ -272,7 +272,19 @@ def test_the_table_without_rich(every: sx.Diagnosis, monkeypatch: pytest.MonkeyP
 def test_the_plot(every: sx.Diagnosis) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
-    assert every.plot().get_xlabel() == "standard deviation"
+    axes = every.plot()
+    assert axes.get_xlabel() == "standard deviation"
+    assert every.plot(axes) is axes and len(axes.texts) == 2 * len(every.records)
+
+
+def test_notes_are_those_of_the_records(every: sx.Diagnosis) -> None:
+    assert any("L(argmax) is piecewise constant" in note for note in every.notes())
+    assert len(sx.Diagnosis([]).notes()) == 1
+
+
+def test_a_cost_without_a_gradient_has_one_of_zeros() -> None:
+    leaf = torch.zeros(3, requires_grad=True)
+    assert gradient(torch.ones(2), [leaf, leaf]).tolist() == [0.0] * 6
 
 
 def test_same_seed_same_numbers() -> None:

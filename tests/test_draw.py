@@ -21,6 +21,7 @@ from structmax.draw import (
     page,
     simplex_svg,
     tree_svg,
+    tree_text,
 )
 from structmax.draw.structure import WHAT
 from structmax.draw.svg import BLUE, GREEN, ORANGE, Canvas, width
@@ -204,6 +205,18 @@ def test_bad_arguments():
         sx.Alignment(torch.zeros(3, 3)).draw(["a", "b", "c"])
     with pytest.raises(ValueError, match=r"labels must be a sequence of 2 names, got 1"):
         sx.LinearChain(torch.zeros(3, 2), torch.zeros(2, 2)).draw(labels=["X"])
+
+
+def test_spans_that_are_no_binary_tree():
+    words = ["a", "b", "c"]
+    assert tree_text(words, [(0, 1), (0, 2)]) == "┬┬─ a\n│└─ b\n└─ c"
+    for spans, wrong in (
+        ([(0, 1), (0, 3)], r"span \(0, 3\) is outside a sentence of 3 words"),
+        ([(0, 2)], r"span \(0, 2\) is not made of two others"),
+        ([(0, 1)], "3 words need 2 inner spans, got 1"),
+    ):
+        with pytest.raises(ValueError, match=wrong):
+            tree_text(words, spans)
 
 
 def test_where_marginals_are_intractable():

@@ -47,6 +47,11 @@ def test_polytopes_of_all_dimensions(structure):
     assert len(dots(drawn)) == int((scores > float("-inf")).sum())
 
 
+def test_a_batch_of_one_is_its_item():
+    choice = sx.Choice(torch.tensor([[[0.3, 0.0, -0.2]]]))
+    assert polytope_svg(choice) == polytope_svg(choice[0, 0])
+
+
 def test_a_simplex_is_drawn_to_scale():
     drawn = polytope_svg(sx.Choice(torch.tensor([1.0, 0.0, 0.0])))
     points = torch.tensor([[float(c.attrib["cx"]), float(c.attrib["cy"])] for c in dots(drawn)])

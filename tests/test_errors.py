@@ -6,6 +6,7 @@ number.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ import torch
 from table import diamond
 
 import structmax as sx
+from structmax.forest.topology import lookup
 
 nan, inf = math.nan, math.inf
 SMOOTHINGS = [sx.Shannon(), sx.Gini(), sx.Tsallis(1.5), sx.Hard()]
@@ -216,6 +218,13 @@ def test_scores_must_be_finite(value: float) -> None:
 
 
 @pytest.mark.parametrize("value", [nan, inf])
+def test_one_bad_score_of_many(value: float) -> None:
+    scores = put(torch.zeros(3, 50_000), (1, 49_000), value)
+    fails(lambda: sx.Choice(scores), "Choice", "scores[1, 49000]", str(value))
+    assert sx.Choice(torch.zeros(3, 50_000)).log_partition().shape == (3,)
+
+
+@pytest.mark.parametrize("value", [nan, inf])
 def test_values_of_broadcast_scores(value: float) -> None:
     """One sentence with the lengths of several: the mask has more dimensions than the scores."""
     lengths = torch.tensor([4, 3])
@@ -408,12 +417,68 @@ def test_other_structures() -> None:
         lambda: same.cross_entropy(sx.Hyperpath(other.build(), randn(2, 12))), "Hyperpath", "forest"
     )
     fails(lambda: sx.Choice(randn(12)).cross_entropy(same), "Choice", "Hyperpath")
+    fails(lambda: p.cross_entropy(sx.Assignment(randn(2, 4, 3))), "LinearChain", "Assignment")
+    one, two = torch.tensor([1, 2]), torch.tensor([2, 1])
+    match = [sx.Assignment(randn(2, 3, 3), (lengths, one)) for lengths in (one, two)]
+    fails(lambda: match[0].cross_entropy(match[1]), "Assignment", "same lengths")
+    fails(lambda: sx.CTC(randn(4, 3), one).cross_entropy(chain(randn(4, 3))), "CTC", "LinearChain")
+
+
+RAGGED = {
+    "chain": lambda sizes: chain(lengths=sizes),
+    "alignment": lambda sizes: sx.Alignment(randn(2, 4, 4), (sizes, sizes)),
+    "assignment": lambda sizes: sx.Assignment(randn(2, 4, 4), (sizes, sizes)),
+    "ctc": lambda sizes: sx.CTC(randn(2, 6, 3), torch.tensor([1, 2, 1, 2]), target_lengths=sizes),
+    "segments": lambda sizes: sx.SemiMarkov(randn(2, 4, 2, 2), lengths=sizes),
+    "grammar": lambda sizes: sx.PCFG(randn(2), randn(2, 4, 4), randn(2, 4, 2), sizes),
+    "path": lambda sizes: sx.Path(
+        torch.tensor([(0, 1), (1, 2), (2, 3), (3, 4)]), randn(2, 4), 0, sizes
+    ),
+    "hyperpath": lambda sizes: sx.Hyperpath(diamond(), randn(2, 12), goal=sizes),
+}
+
+
+@pytest.mark.parametrize("kind", RAGGED)
+def test_items_with_different_supports(kind: str) -> None:
+    s = RAGGED[kind](torch.tensor([2, 4]))
+    fails(s.enumerate_support, "different" if kind != "ctc" else "other", "structure[i]")
+    assert len(s[0].enumerate_support()) > 0
 
 
 def test_enumerating_too_much() -> None:
     fails(lambda: chain(randn(40, 3)).enumerate_support(), "3^40", "too many")
-    ragged = chain(lengths=torch.tensor([2, 4]))
-    fails(ragged.enumerate_support, "different lengths", "structure[i]")
+    fails(sx.BinaryTree(randn(20, 20)).enumerate_support, "20 leaves", "too many")
+    fails(sx.CTC(randn(20, 3), torch.tensor([1, 2])).enumerate_support, "3^20", "too many")
+    grammar = sx.PCFG(randn(3), randn(3, 6, 6), randn(9, 3))
+    fails(grammar.enumerate_support, "PCFG", "too many")
+
+
+def test_bad_forms() -> None:
+    """What ``encode`` refuses."""
+    tree = sx.BinaryTree(randn(3, 3))
+    fails(lambda: tree.encode(randn(5, 2)), "BinaryTree", "integers (i, j)", "torch.float32")
+    labelled = sx.BinaryTree(randn(3, 3, 2))
+    fails(lambda: labelled.encode(torch.zeros(5, 2).long()), "(i, j, label)", "(5, 2)")
+    edges = torch.tensor([(0, 1), (0, 1), (1, 2)])
+    path = sx.Path(edges, randn(3), 0, 2)
+    assert path.decode(path.encode([1, 2])) == [1, 2]
+    fails(lambda: path.encode([0, 3]), "Path", "edge", "between 0 and 2", "got 3")
+    subset = sx.KSubset(randn(4), (1, 2))
+    fails(lambda: subset.score(torch.ones(4)), "KSubset", "between 1 and 2")
+    derived = sx.Hyperpath(diamond(), randn(12), smoothing=sx.Gini())
+    fails(lambda: derived.log_prob(torch.ones(12)), "Hyperpath", "not a derivation", "item 0")
+
+
+def test_padding_of_spans() -> None:
+    grammar = sx.PCFG(randn(2), randn(2, 4, 4), randn(3, 2))
+    spans = [(0, 2, 0), (0, 1, 1), (0, 0, 2), (1, 1, 3), (2, 2, 2)]
+    z = grammar.encode(spans)
+    assert torch.equal(grammar.encode([*spans, (-1, -1, -1)]), z) and z.sum() == 5
+
+
+def test_bad_noise() -> None:
+    for delta in (randn(4), randn(2, 4), randn(5, 1, 2, 3)):
+        fails(lambda delta=delta: chain(randn(2, 4, 3)).perturb(delta), "perturb", "(2, 4, 3)")
 
 
 def test_indexing() -> None:
@@ -454,6 +519,12 @@ def test_forest_builder() -> None:
     fails(lambda: draw.build(1), "ForestBuilder.build", "part 1", "num_parts is 1")
     forest = draw.build()  # the refused calls left no trace
     assert (forest.num_nodes, forest.num_edges, forest.num_parts) == (2, 2, 2)
+
+
+def test_a_forest_that_nobody_keeps() -> None:
+    key = diamond().key
+    gc.collect()
+    fails(lambda: lookup(key), key, "no longer exists", "keep a reference", kind=RuntimeError)
 
 
 def test_derivations_without_end() -> None:
@@ -562,6 +633,15 @@ def test_plus_infinity_unlooked(omega: sx.Smoothing) -> None:
     assert not bool(s.log_partition()[1].isfinite())
     mu = s.marginals()[1]
     assert bool(mu.isnan().any()) or torch.equal(mu, s.argmax()[1])
+
+
+def test_bad_tags_unlooked() -> None:
+    unary = randn(2, 4, 3).requires_grad_()
+    tags = torch.tensor([[0, 1, 2, 0], [0, 9, 1, 2]])
+    loss = sx.losses.crf(chain(unary, validate_args=False), tags, reduction="none")
+    assert loss.isnan().tolist() == [False, True]
+    (g,) = torch.autograd.grad(loss[0], unary)
+    assert bool(g.isfinite().all()) and not bool(g[1].any())
 
 
 @pytest.mark.parametrize("bad", [0, -3, 5, 1000])

@@ -293,6 +293,13 @@ def test_exact_expectation_of_a_ragged_batch() -> None:
         torch.testing.assert_close(loss[i], ExactExpectation().loss(structure[i], cost))
 
 
+def test_exact_expectation_of_too_many() -> None:
+    with pytest.raises(ValueError, match="too many"):
+        sx.estimators.ExactExpectation().loss(
+            sx.BinaryTree(torch.zeros(20, 20)), lambda z: z.sum((-1, -2))
+        )
+
+
 def test_exact_expectation_of_an_empty_batch() -> None:
     """Also where an item says what its structures are, and there is none to say so."""
     edges = torch.tensor([[0, 1], [1, 2], [0, 2]])

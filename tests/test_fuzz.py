@@ -37,7 +37,8 @@ def _clean():
     import shutil
 
     shutil.rmtree(fuzz.folder(), ignore_errors=True)
-    fuzz.folder.cache_clear()
+    for kept in (fuzz.folder, fuzz.made_run, fuzz.loaded):
+        kept.cache_clear()
 
 
 def broken(name: str, count: int, seed: int) -> str:

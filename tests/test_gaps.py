@@ -5,17 +5,21 @@ from __future__ import annotations
 import functools
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 
+import numba
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 import structmax as sx
 from structmax import estimators as est
+from structmax import jit, launch
 from structmax.estimators import baselines, exact_expectation, noise
 from structmax.nn import hf
+from structmax.primitive import backend_for
 from structmax.sparse.factors import Pair
-from structmax.sparse.solve import _checked_options
+from structmax.sparse.solve import _checked_options, _wants_items
 
 # -- the command line ------------------------------------------------------------------------------
 
@@ -74,6 +78,19 @@ def test_a_doctor_who_finds_something(command, monkeypatch) -> None:
     monkeypatch.setattr(doctor, "_marginals", fail)
     code, out, _ = command("doctor")
     assert code == 1 and "fail: no compiler" in out
+
+
+def test_a_doctor_who_finds_a_gpu(monkeypatch) -> None:
+    from structmax import doctor
+
+    card = SimpleNamespace(name="A card", total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: card)
+    monkeypatch.setattr(doctor, "_kernels", lambda device: (f"fine on {device}", True))
+    rows = doctor.examine()
+    assert ("gpu 0", "A card, 80 GiB", True) in rows
+    assert rows[-1] == ("gpu 0 kernels", "fine on cuda:0", True)
 
 
 # -- transformers: what their models would call ----------------------------------------------------
@@ -148,6 +165,28 @@ DEFAULTS = {
 def test_defaults_of_estimators(name: str) -> None:
     parameters = inspect.signature(getattr(est, name)).parameters
     assert {key: parameters[key].default for key in DEFAULTS[name]} == DEFAULTS[name]
+
+
+def test_sum_of_gamma_counts_the_parts_of_the_best() -> None:
+    assert "argmax" in est.PerturbAndParse(noise="sum-of-gamma").needs
+    assert "argmax" not in est.PerturbAndParse().needs
+
+
+def test_estimators_show_their_options() -> None:
+    shown = repr(est.Reinforce(samples=2, baseline="leave-one-out", normalize=True))
+    assert "samples=2" in shown and "'leave-one-out'" in shown and "on=True" in shown
+    own = repr(est.Reinforce(baseline=torch.nn.Linear(2, 1)))
+    assert "Linear(in_features=2" in own
+
+
+@pytest.mark.parametrize("name", ["exact-expectation", "top-k-expectation"])
+def test_items_without_a_structure_that_nobody_looks_at(name: str) -> None:
+    scores = torch.tensor([[0.0, 1.0], [-torch.inf, -torch.inf]])
+    estimator, cost = est.by_name(name), lambda z: z[..., 0]
+    with pytest.raises(ValueError, match="item 1"):
+        estimator.loss(sx.Choice(scores), cost)
+    loss = estimator.loss(sx.Choice(scores, validate_args=False), cost)
+    assert loss[0].isfinite() and not loss[1].isfinite()
 
 
 def test_adaptive_scale_leaves_forbidden_parts_out() -> None:
@@ -409,15 +448,156 @@ def test_a_factor_of_another_batch_is_refused() -> None:
         graph.factor(sx.Choice(torch.zeros(5, 3)), ids)
 
 
+# -- structures as distributions -------------------------------------------------------------------
+
+
+def test_every_part_is_a_bernoulli_variable() -> None:
+    choice = sx.Choice(torch.tensor([0.0, 1.0, -2.0]))
+    p = torch.tensor([0.0, 1.0, -2.0]).softmax(-1)
+    torch.testing.assert_close(choice.variance, p * (1 - p))
+    assert choice.support is None
+
+
+def test_the_mode_of_torch_struct() -> None:
+    from structmax.compat.torch_struct import LinearChainCRF
+
+    crf = LinearChainCRF(torch.randn(2, 3, 4, 4))
+    assert torch.equal(crf.mode, crf.argmax)
+
+
+def test_other_devices_are_answered_by_the_definition() -> None:
+    assert backend_for(torch.empty(0, device="meta")) == "naive"
+
+
+def test_built_in_functions_as_oracles() -> None:
+    assert not _wants_items(torch.sigmoid)
+
+
+def test_a_law_without_marginals_is_no_target() -> None:
+    policy = SimpleNamespace(start=None, scores=None, advance=None)
+    law = sx.ShiftReduce(policy, torch.zeros(2, 3, 1))
+    with pytest.raises(ValueError, match="ShiftReduce has no marginals to be a target"):
+        sx.losses.crf(sx.Choice(torch.zeros(2, 3)), law)
+
+
+# -- kernels ---------------------------------------------------------------------------------------
+
+
+class Cache:
+    """In the place of numba's cache of one kernel, damaged."""
+
+    flushed = False
+
+    def load_overload(self, signature: object, context: object) -> SimpleNamespace:
+        if context == "damaged":
+            raise EOFError
+        return SimpleNamespace(signature=SimpleNamespace(args=(numba.float64,)))
+
+    def save_overload(self, signature: object, data: object) -> None:
+        raise OSError("no space left")
+
+    def flush(self) -> None:
+        self.flushed = True
+
+
+def test_a_damaged_cache_is_as_none() -> None:
+    made = SimpleNamespace(_cache=Cache())
+    cache = jit._with_safe_cache(made)._cache
+    assert cache.load_overload((numba.float64,), "damaged") is None and cache.flushed
+    assert cache.load_overload((numba.float64,), None) is not None
+    assert cache.load_overload((numba.float32,), None) is None  # of other types
+    cache.save_overload((numba.float64,), None)
+
+
+def test_kernels_where_nothing_can_be_cached(monkeypatch) -> None:
+    asked = []
+
+    def njit(cache: bool, **options: object):
+        asked.append(cache)
+        if cache:
+            raise RuntimeError("no locator available")
+        return lambda function: function
+
+    monkeypatch.setattr(numba, "njit", njit)
+    assert jit.kernel(lambda x: x + 1)(2) == 3 and asked == [True, False]
+
+
 # -- transforms of queries -------------------------------------------------------------------------
 
 
-def test_discrete_queries_under_vmap() -> None:
-    scores = torch.randn(3, 2, 5, 5)
-    trees = sx.BinaryTree(scores)
-    mapped = torch.vmap(lambda x: sx.BinaryTree(x, validate_args=False).argmax())(scores)
-    torch.testing.assert_close(mapped, trees.argmax())
-    mapped = torch.vmap(lambda x: sx.BinaryTree(x, validate_args=False).topk(3).scores)(scores)
-    torch.testing.assert_close(mapped, trees.topk(3).scores)
-    mapped = torch.vmap(lambda x: sx.BinaryTree(x, validate_args=False).max_marginals())(scores)
-    torch.testing.assert_close(mapped, trees.max_marginals())
+MAPPED = {
+    "binary tree": lambda x: sx.BinaryTree(x, validate_args=False),
+    "arborescence": lambda x: sx.DependencyTree(x, validate_args=False),
+    "matching": lambda x: sx.Assignment(x, validate_args=False),
+    "subset": lambda x: sx.KSubset(x, 2, validate_args=False),
+}
+
+
+@pytest.mark.parametrize("kind", MAPPED)
+def test_discrete_queries_under_vmap(kind: str) -> None:
+    torch.manual_seed(0)
+    make, scores = MAPPED[kind], torch.randn(3, 2, 4, 4)
+    whole = make(scores)
+    mapped = torch.vmap(lambda x: make(x).argmax())(scores)
+    torch.testing.assert_close(mapped, whole.argmax())
+    mapped = torch.vmap(lambda x: make(x).topk(3).scores)(scores)
+    torch.testing.assert_close(mapped, whole.topk(3).scores)
+    mapped = torch.vmap(lambda x: make(x).max_marginals())(scores)
+    torch.testing.assert_close(mapped, whole.max_marginals())
+
+
+@pytest.mark.parametrize("kind", sorted(set(MAPPED) - {"matching"}))
+def test_samples_under_vmap(kind: str) -> None:
+    torch.manual_seed(0)
+    make, scores = MAPPED[kind], torch.randn(2, 4, 4).expand(3, 2, 4, 4)
+    alike = torch.vmap(lambda x: make(x).sample((20,)), randomness="same")(scores)
+    assert torch.equal(alike[0], alike[2])
+    other = torch.vmap(lambda x: make(x).sample((20,)), randomness="different")(scores)
+    assert not torch.equal(other[0], other[2])
+    for z in (alike, other):
+        assert bool(make(scores[0]).log_prob(z[1]).isfinite().all())  # of structures
+
+
+# -- launches of GPU kernels -----------------------------------------------------------------------
+
+
+class Kernel:
+    """In the place of a Triton kernel: writes down what it compiles and what is launched."""
+
+    arg_names = ("X", "n", "gamma", "BLOCK")
+
+    def __init__(self) -> None:
+        self.compiled = 0
+        self.launched: list[tuple] = []
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        def run(*args: object, **named: object) -> Compiled:
+            self.compiled += 1
+            return Compiled(self)
+
+        return run
+
+
+class Compiled:
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        return lambda *values: self.kernel.launched.append((grid, *values))
+
+
+def test_a_kernel_is_looked_up_once(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    kernel, x = Kernel(), torch.zeros(8)
+    quick = launch.Quick(kernel)
+    for _ in range(3):
+        quick[(2,)](x, 8, BLOCK=4, gamma=0.5)
+    # the addresses and numbers, in the order of the parameters
+    assert kernel.compiled == 1 and kernel.launched == [((2, 1, 1), x.data_ptr(), 8, 0.5, 4)] * 2
+    for other in (x.double(), x[1:], x):
+        quick[(2,)](other, 8.0 if other is x else 8, BLOCK=4, gamma=0.5)
+    assert kernel.compiled == 4  # another dtype, an address that is not aligned, a float
+    monkeypatch.setattr(launch, "MOST", 4)
+    quick[(2,)](x, 9, BLOCK=4, gamma=0.5)
+    assert len(quick.kept) == 1  # what is kept is bounded
+    assert launch.quick(kernel) is kernel  # which is none of Triton's

@@ -8,7 +8,8 @@ import itertools
 import math
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,9 @@ from torch.autograd import gradcheck
 
 import structmax as sx
 from structmax.nn.stacks import Stack
+from structmax.structures import captured
 from structmax.structures.incremental import Incremental
+from structmax.structures.rollout import Built
 from structmax.testing import CHECKS
 from structmax.testing.contract import _chi_square, applies
 
@@ -665,8 +668,91 @@ def test_errors() -> None:
     fails(lambda: s.straight_through(temperature=0.0), "temperature", "above 0")
     fails(lambda: sx.EasyFirst(policy, x).log_prob(s.sample()), "EasyFirst", "(..., 2, 2)")
     fails(lambda: sx.EasyFirst(MergePolicy(), x).encode([[(1, 1)]] * 2), "(1, 1)", "in the order")
+    merges = [(0, 1), (0, 2), (0, 3)]
+    fails(lambda: sx.EasyFirst(MergePolicy(), x).encode([merges] * 2), "merges", "3 leaves")
+    for query in (lambda: s.primary, s.local_softmax, lambda: s.perturb(x)):
+        fails(query, "ShiftReduce", "not given by the scores of its parts", kind=TypeError)
     fails(lambda: s[0][0], "no batch", kind=IndexError)
     fails(lambda: s.mode, "argmax is intractable", "greedy()", "topk(k)", kind=sx.IntractableError)
+
+
+def test_what_nobody_looks_at() -> None:
+    """Without validation, answers to what is good are the same."""
+    x = torch.randn(2, 3, 3, dtype=torch.float64)
+    policy, lengths = StackPolicy(), torch.tensor([3, 2])
+    s = sx.ShiftReduce(policy, x, lengths)
+    free = sx.ShiftReduce(policy, x, lengths, validate_args=False)
+    z = s.greedy().z
+    torch.testing.assert_close(free.log_prob(z), s.log_prob(z))
+    items = torch.tensor([1, 0])
+    torch.testing.assert_close(
+        free.rollout(z[items], items).log_prob, s.rollout(z[items], items).log_prob
+    )
+
+
+class OnCuda(Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+class Graph:
+    """In the place of a CUDA graph: it runs the recorded search again, into the same memory."""
+
+    def replay(self) -> None:
+        fresh = self.search(self.twin)
+        self.built.actions.copy_(fresh.actions)
+        self.built.log_prob.copy_(fresh.log_prob)
+
+
+def test_recorded_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time that a size comes a search is recorded, from then on it is replayed."""
+    recorded: list[Graph] = []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+
+    @contextmanager
+    def graph(made: Graph, pool: None) -> Iterator[None]:
+        recorded.append(made)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    policy = StackPolicy()
+
+    def ask(b: int, n: int, lead: int = 1) -> Built | None:
+        x = torch.randn(b, n, 3, dtype=torch.float64).as_subclass(OnCuda)
+        s = sx.ShiftReduce(policy, x, torch.randint(1, n + 1, (b,)))
+
+        def search(s: Any) -> Built:
+            z, log_prob, _ = s.greedy()
+            actions = torch.where(z.any(-1), z.argmax(-1), -1)
+            if lead > 0:  # the results of an item one after another, or those of all items
+                built = Built(actions.repeat_interleave(lead, 0), log_prob.repeat(lead), None)
+            else:
+                built = Built(actions.repeat(-lead, 1), log_prob.repeat(-lead), None)
+            if recorded and not hasattr(recorded[-1], "twin"):
+                recorded[-1].search, recorded[-1].twin, recorded[-1].built = search, s, built
+            return built
+
+        found = captured.replayed(s, ("greedy", lead), search, lead)
+        if found is not None:
+            assert torch.equal(found.actions, search(s).actions)
+        return found
+
+    assert ask(2, 5) is None  # it may not be recorded
+    policy.can_capture = True
+    assert ask(2, 5) is None and not recorded
+    for _ in range(3):
+        assert ask(2, 5) is not None
+    assert ask(3, 4) is not None and len(recorded) == 1  # sizes are rounded up
+    assert ask(2, 9) is None and ask(2, 9) is not None and len(recorded) == 2
+    for lead in (3, -3):
+        assert ask(2, 5, lead) is None and ask(2, 5, lead) is not None
+    policy.score.weight = nn.Parameter(policy.score.weight.detach().clone())
+    assert ask(2, 5) is not None and len(recorded) == 5  # again, with what is elsewhere now
+    monkeypatch.setattr(captured, "MOST", 1)
+    assert ask(2, 9) is not None and len(captured._of_policies[policy].made) == 1
+    assert ask(1, captured.LONGEST + 1) is None and ask(0, 5) is None
 
 
 def test_a_bad_policy() -> None:

@@ -638,6 +638,29 @@ def test_errors_of_parameters() -> None:
     fails(lambda: sx.smoothed_max(x, 0.5), "omega", "0.5", "sx.Gini")
 
 
+def test_parameters_on_another_device() -> None:
+    alpha = torch.full((3, 1), 1.5, device="meta")
+    fails(lambda: sx.entmax(randn(3, 4), alpha), "alpha is on meta", "alpha.to(x.device)")
+
+
+def test_rows_that_lose_a_level_at_a_time() -> None:
+    """Each round of dropping what is below the threshold takes no more than the lowest level."""
+    levels = [(-(0.9**j), 2**16 >> j) for j in range(16)]
+    x = torch.cat([torch.full((count,), value, dtype=f64) for value, count in levels])
+    p = sx.sparsemax(x)
+    with sx.backend("naive"):
+        torch.testing.assert_close(p, sx.sparsemax(x))
+    assert abs(float(p.sum()) - 1) < 1e-12
+
+
+def test_gradient_of_alpha_in_bad_rows() -> None:
+    x = randn(2, 4)
+    x[1, 2] = nan
+    alpha = torch.full((2, 1), 1.5, dtype=f64, requires_grad=True)
+    (g,) = torch.autograd.grad(sx.entmax(x, alpha)[:, 0].sum(), alpha)
+    assert g[1].isnan() and g[0].isfinite()
+
+
 def test_bad_alpha_is_nan_where_nobody_looks() -> None:
     x, alpha = randn(3, 4), torch.tensor([1.5, 0.5, nan], dtype=f64)
     for name in ("cpu", "naive", "gpu"):

@@ -21,6 +21,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from structmax import backend, csoftmax, csparsemax, fusedmax, oscarmax, sparsemax
+from structmax.maps import gpu_structured
 from structmax.maps.recipe import Map
 
 # The interpreter computes with numpy, which warns of log 0 and of NaN.
@@ -349,6 +350,17 @@ def test_gpu_agrees_with_the_definition(name: str, kind: str, dtype: torch.dtype
                 agree("gpu", lambda y, s=strength: TIED[name](y, s), [x])
         else:
             agree("gpu", BOUNDED[name], [x, *bounds_for(x)], scale=10)
+
+
+@pytest.mark.parametrize("name", [*BOUNDED, "fusedmax"])
+def test_rows_too_long_for_a_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are left to the definition."""
+    monkeypatch.setattr(gpu_structured, "LONGEST", 4)
+    x = randn(3, 6)
+    if name in BOUNDED:
+        agree("gpu", BOUNDED[name], [x, *bounds_for(x)], scale=10)
+    else:
+        agree("gpu", lambda y: TIED[name](y, 0.5), [x])
 
 
 def test_gpu_bounds_of_any_strides() -> None:

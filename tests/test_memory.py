@@ -138,6 +138,16 @@ def test_memory_of_this_machine() -> None:
     assert 1 << 28 < checks.memory_of(torch.device("cpu")) < 1 << 50
 
 
+def test_memory_that_this_process_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, cpu = checks.memory_of(torch.device("cpu")), torch.device("cpu")
+    ask = checks.memory_of.__wrapped__  # what is known is kept otherwise
+    for said, wanted in (("1000\n", 1000), ("max\n", None), (f"{1 << 60}\n", None)):
+        monkeypatch.setattr(Path, "read_text", lambda self, said=said: said)
+        assert ask(cpu) == wanted if wanted else ask(cpu) >= whole
+    monkeypatch.delattr(os, "sysconf")  # as on Windows
+    assert ask(cpu) == 1 << 62
+
+
 def test_possible_sizes_are_not_refused() -> None:
     """A quarter of a gigabyte of scores is no reason to complain."""
     sx.LinearChain(zeros(1000, 2000, 30), zeros(30, 30))

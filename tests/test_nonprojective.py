@@ -220,6 +220,27 @@ def test_the_inverse_is_asked_only_at_small_spreads(root: str) -> None:
     torch.testing.assert_close(inverse.hvp(v), w)
 
 
+@pytest.mark.parametrize("spread", [1.0, 1e3])
+@pytest.mark.parametrize("root", ROOTS)
+def test_sentences_too_long_for_one_program(root: str, spread: float, monkeypatch: Any) -> None:
+    """On a GPU torch answers then: by the inverse where scores spread little."""
+    monkeypatch.setattr(matrix_tree, "MAX_SIDE_ON_GPU", 3)
+    scores, lengths, weights = randn(2, 6, 6) * spread, torch.tensor([5, 3]), randn(2, 6, 6)
+    answers = []
+    for backend in ("cpu", "gpu"):
+        leaf = scores.clone().requires_grad_()
+        with sx.backend(backend):
+            s = tree(leaf, root, lengths=lengths)
+            value, mu = s.log_partition(), s.marginals()
+            (g,) = torch.autograd.grad((mu * weights).sum(), leaf)
+            alone = tree(scores, root, lengths=lengths).log_partition()
+        torch.testing.assert_close(alone, value)
+        answers.append((value, mu, g))
+    torch.testing.assert_close(*answers, atol=1e-8, rtol=1e-9)
+    with sx.backend("gpu"):
+        assert tree(scores[:0], root).marginals().shape == (0, 6, 6)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_long_sentences(kind: str) -> None:
     """One head for each word, and numbers that fit in logarithms and out of them alike."""
@@ -347,6 +368,10 @@ def test_nan_unlooked(kind: str) -> None:
             answer = getattr(s, query)()
             assert bool(answer[1].isnan().all()) and not bool(answer[0].isnan().any()), query
         assert not bool(s.topk(2).exists[1].any())
+        best = s.max_marginals()
+        assert bool(best[1].isnan().any()) and not bool(best[0].isnan().any())
+        with sx.backend("naive"):
+            assert bool(s.argmax()[1].isnan().all()) and not bool(s.topk(2).exists[1].any())
 
 
 # -- k best --------------------------------------------------------------------------------------

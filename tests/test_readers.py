@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -85,7 +86,7 @@ SENTENCE = """
 
 def test_conllu_reads_words_and_graphs(file) -> None:
     first, second = conllu.read(
-        file("a.conllu.xz", *rows(SENTENCE), "", *rows("1 Go go VERB _ _ 0 root _ _"))
+        file("a.conllu.xz", *rows(SENTENCE), "", "", *rows("1 Go go VERB _ _ 0 root _ _"))
     )
     assert first.words == ["They", "buy", "books", "and", "papers"]  # no ranges, no empty nodes
     assert first.upos == ["PRON", "VERB", "NOUN", "CCONJ", "NOUN"]
@@ -329,6 +330,56 @@ def test_ucr_names_bad_headers(file) -> None:
         ucr.read_ts(file("x.ts", "@data", "1,2:a"))
     with pytest.raises(ValueError, match=r"x\.ts: there are no series"):
         ucr.read_ts(file("x.ts", *HEADER))
+
+
+def test_ucr_splits_agree(file, tmp_path: Path) -> None:
+    file("Two_TRAIN.ts", *HEADER, "1,2:a")
+    file("Two_TEST.ts", "@classLabel true a c", "@data", "1,2:a")
+    with pytest.raises(ValueError, match=r"classes are \['a', 'b'\] and \['a', 'c'\]"):
+        ucr.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "wrong"),
+    [
+        ({"X_test": None}, "there is no X_test"),
+        ({"X_train": np.zeros((2, 5))}, r"X_train must be \(k, n, d\).*got \(2, 5\)"),
+        ({"X_test": np.full((2, 5, 1), np.nan)}, "X_test must be .* finite"),
+        ({"y_test": [3]}, r"y_test \(k\), got \(2, 5, 1\) and \(1,\)"),
+        ({"y_test": [3, 4]}, "y_test has classes that y_train has not"),
+    ],
+)
+def test_ucr_names_bad_arrays(tmp_path: Path, arrays: dict, wrong: str) -> None:
+    x = np.zeros((2, 5, 1))
+    given = {"X_train": x, "y_train": [7, 3], "X_test": x, "y_test": [3, 3], **arrays}
+    np.savez(tmp_path / "Two.npz", **{k: v for k, v in given.items() if v is not None})
+    with pytest.raises(ValueError, match=rf"Two\.npz: .*{wrong}"):
+        ucr.read(tmp_path)
+
+
+def test_lengths_of_trees_are_counted() -> None:
+    steps = np.array([[0, 0, 1, 0, 1], [0, 0, 1, -1, -1]])
+    assert Trees.from_transitions(steps).lengths.tolist() == [3, 2]
+    merges = np.array([[1, 0], [0, -1]])
+    assert Trees.from_merges(merges).lengths.tolist() == [3, 2]
+
+
+def test_a_missing_package_is_named(file, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = file("a.conllu", *rows("1 Go go VERB _ _ 0 root _ _"))
+    monkeypatch.setitem(sys.modules, "conllu.exceptions", None)
+    with pytest.raises(ImportError, match=r"pip install 'structmax\[tasks\]'"):
+        conllu.read(path)
+
+
+def test_a_file_that_asks_for_too_much_memory(file, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = file("a.txt.xz", "one")
+
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(lzma.LZMAFile, "read1", refuse)
+    with pytest.raises(ValueError, match=r"a\.txt\.xz:1: there is not enough memory"):
+        list(read_lines(path))
 
 
 # -- the corpora themselves -----------------------------------------------------------------------

@@ -509,6 +509,14 @@ def test_free_grid(neighbours: int) -> None:
     assert torch.equal(mapped(s.scores), s.argmax())
 
 
+def test_projection_on_free_paths() -> None:
+    torch.manual_seed(0)
+    point, scores = -torch.rand(3, 3), -torch.rand(3, 3)
+    found = sx.project(sx.GridPath(scores, moves="all"), point)
+    free = sx.project(sx.GridPath(scores, moves="all", validate_args=False), point)
+    torch.testing.assert_close(free, found)
+
+
 def test_free_grid_refuses() -> None:
     s = sx.GridPath(-torch.rand(3, 3), moves="all")
     assert isinstance(s, sx.GridPath) and s.supports("argmax") and not s.supports("marginals")

@@ -299,6 +299,21 @@ def test_hmm_likelihood() -> None:
         close(hmm.log_partition()[row].exp(), total)
 
 
+def test_hmm_with_its_own_transitions() -> None:
+    initial, emission = torch.randn(3, dtype=f64), torch.randn(3, 4, dtype=f64)
+    transition, words = torch.randn(2, 3, 3, dtype=f64), torch.tensor([[0, 3, 2], [1, 1, 0]])
+    both = sx.HMM(initial, transition, emission, words).log_partition()
+    for i in range(2):
+        close(sx.HMM(initial, transition[i], emission, words[i]).log_partition(), both[i])
+
+
+def test_tags_in_a_list() -> None:
+    s = sx.LinearChain(torch.randn(2, 3, 4, dtype=f64), torch.randn(4, 4, dtype=f64))
+    tags = [[0, 3, 2], [1, 1, 0]]
+    assert torch.equal(s.score(tags), s.score(torch.tensor(tags)))
+    assert torch.equal(s.log_prob(tags), s.log_prob(torch.tensor(tags)))
+
+
 def test_hmm_of_ragged_observations() -> None:
     """Padding may hold anything, and every parameter gets its gradient."""
     parameters = [

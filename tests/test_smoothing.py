@@ -191,6 +191,23 @@ def test_derivatives(kind: str) -> None:
     assert torch.autograd.gradcheck(padded, x) and torch.autograd.gradgradcheck(padded, x)
 
 
+def test_alpha_one_is_shannon() -> None:
+    x = vector([1.0, 0.0, -1.0])
+    one, shannon = sx.Tsallis(1.0, 0.5), sx.Shannon(0.5)
+    assert one.code == shannon.code and one.bound(7) == shannon.bound(7)
+    close(one.max(x), shannon.max(x), 0)
+    close(one.argmax(x), shannon.argmax(x), 0)
+    assert sx.Hard().bound(7) == 0
+
+
+def test_the_base_class_is_no_smoothing() -> None:
+    omega, x = sx.Smoothing(), vector([1.0, 0.0])
+    for use in (lambda: omega.code, lambda: omega.max(x), lambda: omega.argmax(x),
+                lambda: omega.bound(2)):  # fmt: skip
+        with pytest.raises(TypeError, match=r"use one of sx\.Hard, sx\.Shannon"):
+            use()
+
+
 def test_codes_and_equality() -> None:
     for omega in (sx.Hard(), sx.Shannon(2.0), sx.Gini(0.5), sx.Tsallis(1.3, 2.0)):
         assert from_code(omega.code).code == omega.code

@@ -118,6 +118,7 @@ def test_state_travels() -> None:
     other = StructuredAttention("projective", 4).to(f64)
     other.load_state_dict(copy.deepcopy(module.state_dict()))
     torch.testing.assert_close(module(x), other(x))
+    assert repr(attention("chain")).startswith("StructuredAttention(\n  'chain', 4, estimator=Marg")
 
 
 @pytest.mark.parametrize(

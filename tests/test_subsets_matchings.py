@@ -197,6 +197,16 @@ def test_included_elements_reduce_k() -> None:
     fails(outside.argmax, "item 0")
 
 
+def test_draws_at_the_end_of_the_unit_interval() -> None:
+    """What rounding leaves over of the probabilities belongs to the last possible count."""
+    take = torch.tensor([[0.0, -inf, -inf, -inf]], dtype=torch.float64)
+    numbers = torch.zeros(2, 1, 5, dtype=torch.float64)
+    numbers[1, 0, 4] = 1.0  # the second draw's count: no sum of probabilities is more
+    key = subset.key_of(0, 3)
+    z = subset.sample(take, torch.zeros_like(take), torch.tensor([4]), numbers, key, 1.0)
+    assert z[:, 0].tolist() == [[0, 0, 0, 0], [1, 0, 0, 0]]
+
+
 def test_small_subsets() -> None:
     one = sx.KSubset(torch.tensor([0.5]), 1)
     assert one.marginals().tolist() == [1.0] and one.entropy() == 0
@@ -608,9 +618,20 @@ def test_bad_items_that_nobody_looks_at_give_nan() -> None:
             assert s.log_partition().isfinite().tolist() == [True, False]
             for answer in (s.marginals(), s.argmax()):
                 assert bool(answer[0].isfinite().all()) and bool(answer[1].isnan().all())
-        a = sx.Assignment(scores.reshape(2, 2, 2), validate_args=False)
+        s = sx.KSubset(scores.requires_grad_(), 2, validate_args=False)
+        (g,) = torch.autograd.grad(s.marginals()[:, 0].sum(), scores)
+        for answer in (g, s.sample((3,)).movedim(1, 0), s.max_marginals()):
+            assert bool(answer[0].isfinite().all()) and not bool(answer[1].isfinite().any())
+        assert s.topk(2).exists.tolist() == [[True, True], [False, False]]
+        a = sx.Assignment(scores.detach().reshape(2, 2, 2), validate_args=False)
         for answer in (a.marginals(), a.argmax()):
             assert bool(answer[0].isfinite().all()) and bool(answer[1].isnan().all())
+        for name in ("cpu", "naive"):
+            with sx.backend(name):
+                assert a.argmax()[1].isnan().all() and not a.argmax()[0].isnan().any()
+                assert a.topk(2).exists.tolist() == [[True, True], [False, False]]
+    few = sx.KSubset(torch.full((2, 3), -inf), 2, validate_args=False)  # which has none
+    assert bool(few.sample((3,)).isnan().all()) and bool((few.log_partition() == -inf).all())
     lost = sx.KSubset(randn(2, 4), 2, torch.tensor([3, 9]), validate_args=False)
     assert lost.log_partition().isnan().tolist() == [False, True]
     sizes = torch.tensor([2, 9]), torch.tensor([2, 2])

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("safetensors")
@@ -13,6 +14,7 @@ pytest.importorskip("conllu")
 
 from structmax.cli import main
 from structmax.train import UserError
+from structmax.train.distributed import Workers
 from structmax.train.tasks.induce import Found, Induce, InduceConfig, Reference, compare
 
 
@@ -70,3 +72,17 @@ def test_induce_refuses(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"words": ["a"], "heads": [0]}\n')
     with pytest.raises(ValueError, match="no sentence of 2"):
         Induce().data(InduceConfig(runs="x", parses=str(tmp_path / "a.jsonl")))
+    (tmp_path / "a.jsonl").write_text('{"words": ["a", "b"], "heads": [0, null]}\n')
+    with pytest.raises(ValueError, match="words without heads"):
+        Induce().data(InduceConfig(runs="x", parses=str(tmp_path / "a.jsonl")))
+
+
+def test_models_without_latent_trees(tmp_path: Path, capsys) -> None:
+    (tmp_path / "a.jsonl").write_text('{"words": ["a", "b"], "heads": [0, 1]}\n')
+    toy = tmp_path / "toy"
+    assert main(["train", "toy", "--steps=1", "--device=cpu", f"--out={toy}"]) == 0
+    flags = [f"--runs={toy}", f"--parses={tmp_path / 'a.jsonl'}", "--device=cpu"]
+    assert main(["train", "induce", *flags, f"--out={tmp_path / 'run'}"]) == 2
+    assert f"{toy} has no latent dependency trees" in capsys.readouterr().err.replace("\n", "")
+    other = Workers(torch.device("cpu"), rank=1, count=2)
+    assert Induce().fit(InduceConfig(), tmp_path / "none", False, other) == {}

@@ -124,6 +124,22 @@ def write_corpus(folder: Path, splits: list[list[treebank.Parsed]]) -> None:
         (folder / name).write_text("\n".join(lines) + "\n")
 
 
+def test_data_that_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run knows where its data were; they may be elsewhere when it is measured again."""
+    (tmp_path / "here").mkdir()
+    write_corpus(tmp_path / "here" / "corpus", treebank.generate((20, 5, 5)))
+    small = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    run, data = tmp_path / "run", ["--corpus=corpus", f"--data={tmp_path / 'here'}"]
+    train = ["train", "parse", "--steps=2", "--eval-every=2", "--device=cpu", f"--out={run}"]
+    assert main([*train, *small, *data]) == 0
+    (tmp_path / "here").rename(tmp_path / "there")
+    capsys.readouterr()
+    assert main(["evaluate", str(run), "--device=cpu"]) != 0
+    assert "Say where with --data" in capsys.readouterr().err
+    assert main(["evaluate", str(run), "--device=cpu", f"--data={tmp_path / 'there'}"]) == 0
+    assert json.loads(capsys.readouterr().out)["split"] == "test"
+
+
 def test_a_treebank_reads_as_it_was_written(tmp_path: Path) -> None:
     splits = treebank.generate((40, 10, 10))
     write_corpus(tmp_path / "corpus", splits)

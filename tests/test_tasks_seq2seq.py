@@ -188,6 +188,10 @@ def test_summaries_are_read(tmp_path: Path) -> None:
         path.write_text(f"{row}\n{line}\n")
         with pytest.raises(ValueError, match=f"train.jsonl:2: .*{words}"):
             summaries.read(path)
+    for name in ("train", "val", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(row + "\n")
+    told = Translation().data(Seq2SeqConfig(corpus=str(tmp_path), kind="summary", most_words=2))
+    assert told.train == told.valid == told.test == [(["a", "long"], ["a", "text"])]
     with pytest.raises(FileNotFoundError, match="there is no train"):
         Translation().data(Seq2SeqConfig(corpus=str(tmp_path)))
 

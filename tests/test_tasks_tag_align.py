@@ -17,6 +17,7 @@ from structmax import losses
 from structmax.cli import main
 from structmax.data import columns
 from structmax.train import Trainer, UserError
+from structmax.train.distributed import Workers
 from structmax.train.metrics import read_log
 from structmax.train.tasks import align
 from structmax.train.tasks.align import METHODS, Align, AlignConfig, Measure
@@ -184,6 +185,43 @@ def test_align_keeps_its_averages(aligned: Path, tmp_path: Path, capsys) -> None
     (tmp_path / "in.txt").write_text("1,2,3\n")
     assert main(["predict", str(aligned), str(tmp_path / "in.txt"), "--device=cpu"]) == 2
     assert "each of 24 numbers" in capsys.readouterr().err
+
+
+def test_align_on_a_small_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, out = tmp_path / "ucr" / "Steps", tmp_path / "run"
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+
+    def line(name: str, at: int) -> str:
+        heights = (np.arange(7) >= at) * (1.0 if name == "up" else -1.0) + rng.normal(0, 0.1, 7)
+        return ",".join(f"{x:.3f}" for x in heights) + f":{name}"
+
+    rows = [line(name, at) for name in ("up", "down") for at in (2, 3, 4)]
+    head = "@classLabel true down up\n@data\n"
+    for split in ("TRAIN", "TEST"):
+        (folder / f"Steps_{split}.ts").write_text(head + "\n".join(rows) + "\n")
+    flags = ["--set=Steps", f"--data={tmp_path}", "--gammas=0.1,1", "--iterations=3", "--folds=2"]
+    assert main(["train", "align", *flags, "--device=cpu", f"--out={out}"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [row["method"] for row in told["rows"]] == list(METHODS)
+    assert told["test"]["accuracy"] == 1
+    for row in told["rows"]:
+        assert (row["average_gamma"] in (0.1, 1)) == (row["method"] in align.SMOOTHED)
+    assert (out / "table.md").read_text().count("\n") == 2 + len(METHODS)
+
+    assert main(["evaluate", str(out), "--device=cpu"]) == 0
+    assert json.loads(capsys.readouterr().out)["accuracy"] == 1
+    assert main(["evaluate", str(out), "--split=valid", "--device=cpu"]) == 2
+    assert "task align has no valid split here" in capsys.readouterr().err
+    task = Align()
+    test = task.data(AlignConfig(set="Steps", data=str(tmp_path))).test
+    (tmp_path / "in.txt").write_text(f"{task.line(test[0])}\n1,2\n")
+    assert main(["predict", str(out), str(tmp_path / "in.txt"), "--device=cpu"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "up\n" and "each of 7 numbers" in said.err
+    assert list(task.predict(None, [])) == []
+    other = Workers(torch.device("cpu"), rank=1, count=2)
+    assert Align().fit(QUICK, tmp_path / "none", False, other) == {}
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -39,7 +41,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_small")
-def test_matrix(capsys: pytest.CaptureFixture[str]) -> None:
+def test_matrix(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert matrix.main(["--markdown"]) == 1
     out, err = capsys.readouterr()
     lines = out.splitlines()
@@ -53,9 +55,20 @@ def test_matrix(capsys: pytest.CaptureFixture[str]) -> None:
     assert matrix.main(["right", "free"]) == 0
     out, _ = capsys.readouterr()
     assert "right" in out and "wrong" not in out and "–" in out
+    monkeypatch.setitem(sys.modules, "rich.console", None)  # as where it is not installed
+    assert matrix.main(["right", "free"]) == 0
+    assert "right" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         matrix.main(["neither"])
     assert "no such structures" in capsys.readouterr().err
+
+
+def test_what_fails_is_named() -> None:
+    others = tuple(set(CHECKS) - {"marginals"})
+    with pytest.raises(AssertionError, match="contract check 'marginals' failed"):
+        check_structure(wrong, skip=others)
+    with pytest.raises(ValueError, match=r"unknown checks \['margins'\]; there are"):
+        check_structure(wrong, skip=("margins",))
 
 
 def test_plain_table() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -10,6 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,12 +20,14 @@ import torch
 
 pytest.importorskip("safetensors")
 
-from structmax.train import Trainer, UserError, checkpoint, run, tasks
+from structmax.train import Trainer, UserError, checkpoint, distributed, run, tasks
 from structmax.train.batches import move, tensors
 from structmax.train.config import TrainConfig, from_dict, read_toml, to_toml
 from structmax.train.distributed import Workers, choose_device
-from structmax.train.metrics import GradientVariance, read_log
+from structmax.train.errors import as_user_error
+from structmax.train.metrics import GradientVariance, Log, read_log
 from structmax.train.progress import Progress
+from structmax.train.signals import Signals
 from structmax.train.tasks.toy import Toy, ToyConfig
 
 ROOT = Path(__file__).parent.parent
@@ -396,6 +401,7 @@ def test_config_goes_through_toml(tmp_path: Path) -> None:
         ({"batch_size": 0}, ["batch_size must be at least 1"]),
         ({"clip": -1.0}, ["clip must not be negative"]),
         ({"words": 1}, ["two words"]),
+        ({"device": "\ud800"}, ["device must be UTF-8"]),
     ],
 )
 def test_bad_options(values: dict, words: list[str]) -> None:
@@ -405,12 +411,20 @@ def test_bad_options(values: dict, words: list[str]) -> None:
         assert word in str(caught.value)
 
 
+def test_whole_numbers_are_numbers() -> None:
+    assert from_dict(ToyConfig, {"lr": 1}) == ToyConfig(lr=1.0)
+    with pytest.raises(UserError, match="word_size must be at least 1, got 0"):
+        from_dict(tasks.by_name("tag").config, {"word_size": 0})
+
+
 def test_bad_toml(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("steps =")
     with pytest.raises(UserError, match="is not TOML"):
         read_toml(tmp_path / "c.toml")
     with pytest.raises(UserError, match="there is no file"):
         read_toml(tmp_path / "d.toml")
+    with pytest.raises(UserError, match=r"cannot read .*directory"):
+        read_toml(tmp_path)
 
 
 def test_devices() -> None:
@@ -447,6 +461,15 @@ def test_batches_move_and_flatten() -> None:
     assert moved["a"].y[1] == "text" and moved["b"] == 3
     assert sorted(tensors(batch)) == ["batch.a.x", "batch.a.y.0"]
 
+    @dataclass
+    class Padded:
+        words: torch.Tensor
+        name: str
+
+    one = Padded(torch.zeros(2), "a")
+    assert move(one, torch.device("meta")).words.device.type == "meta"
+    assert move(one, torch.device("meta")).name == "a" and sorted(tensors(one)) == ["batch.words"]
+
 
 def test_progress_in_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress("toy", seconds_between=0.0)
@@ -455,6 +478,128 @@ def test_progress_in_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     progress.close()
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("toy: step 1") and "20% done" in lines[1] and "left" in lines[1]
+
+
+def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    progress = Progress("toy")
+    progress.update(1, 0.1, "loss 2 [a]")
+    progress.say("a line [that] stays")
+    progress.close()
+    shown = screen.getvalue()
+    assert "toy" in shown and "10%" in shown and "loss 2 [a]" in shown
+    assert "a line [that] stays" in shown
+
+
+def test_a_second_signal_interrupts() -> None:
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.noted == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    with ThreadPoolExecutor(1) as other:  # where no signal can be listened for
+        assert other.submit(lambda: Signals().__enter__().noted).result() == 0
+
+
+def test_what_a_task_gives_is_checked(tmp_path: Path) -> None:
+    class Empty(Toy):
+        def data(self, config):
+            return super().data(config)._replace(valid=[])
+
+    class Mean(Toy):
+        def loss(self, model, batch):
+            return super().loss(model, batch).mean()
+
+    class Blind(Toy):
+        def evaluate(self, model, batches):
+            return {"loss": 1.0}
+
+    class Untested(Toy):
+        def data(self, config):
+            return super().data(config)._replace(test=[])
+
+    for task, kind, words in (
+        (Empty(), UserError, "the train or the valid split is empty"),
+        (Mean(), TypeError, r"toy.loss must be 1-d, got \(\)"),
+        (Blind(), KeyError, "toy.evaluate must give its metric 'accuracy'"),
+    ):
+        with pytest.raises(kind, match=words):
+            fit(tmp_path, task=task, steps=1)
+    assert "test" not in fit(tmp_path, task=Untested(), steps=1)
+
+
+def test_workers_that_cannot_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = Workers(torch.device("cpu"), rank=0, count=100)
+    monkeypatch.setattr(Workers, "gather", lambda self, value: [value] * self.count)
+    monkeypatch.setattr(Workers, "wrap", lambda self, module: module)
+    with pytest.raises(UserError, match=r"fewer training examples .64. than workers"):
+        Trainer(Toy(), config(), tmp_path, workers=many, silent=True).fit()
+    monkeypatch.setattr(Workers, "gather", lambda self, value: [True, False])
+    with pytest.raises(UserError, match=r"worker 1 does not see .*all machines share"):
+        Trainer(Toy(), config(), tmp_path, workers=many, silent=True)
+
+
+def test_more_workers_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "choose_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with (
+        pytest.raises(UserError, match=r"worker 2 .* has no GPU of its own: there are 2"),
+        distributed.workers("cuda"),
+    ):
+        pass
+
+
+def test_only_faults_of_the_input_are_reported_as_such() -> None:
+    with pytest.raises(UserError, match="more memory than there is"), as_user_error():
+        raise MemoryError
+    with pytest.raises(RuntimeError, match="a bug"), as_user_error():
+        raise RuntimeError("a bug")
+
+
+def test_damaged_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit(tmp_path, steps=1)
+    assert run.load(tmp_path, CPU.device).step == 1
+    said = json.loads((tmp_path / "task.json").read_text())
+    for wrong, words in (
+        ({"task": 3, "facts": {}}, "the name of the task must be text"),
+        ({"task": "toy"}, "is damaged: 'facts'"),
+    ):
+        (tmp_path / "task.json").write_text(json.dumps(wrong))
+        with pytest.raises(UserError, match=words):
+            run.load(tmp_path, CPU.device)
+    (tmp_path / "task.json").write_text(json.dumps(said))
+    with monkeypatch.context() as patch:
+        patch.setattr(Toy, "model", lambda self, config: self.facts["size"])
+        with pytest.raises(UserError, match=r"its facts make no model .KeyError.'size'"):
+            run.load(tmp_path, CPU.device)
+    (tmp_path / "best.safetensors").unlink()
+    with pytest.raises(UserError, match="has no weights yet"):
+        run.load(tmp_path, CPU.device)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "a").mkdir()  # in the place of the file
+    with pytest.raises(UserError, match=r"cannot write .*a: .*; what was there before is unharmed"):
+        checkpoint.write_atomic(tmp_path / "a", b"")
+    log = Log(tmp_path, 0)
+    log.path = tmp_path
+    with pytest.raises(UserError, match=r"cannot write .*directory"):
+        log.write(1, "train", {})
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", stop)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.write_atomic(tmp_path / "b", b"")
+    assert not list(tmp_path.glob(".*"))
 
 
 # -- listops -------------------------------------------------------------------------------------

@@ -518,6 +518,25 @@ def test_classifier_errors():
         TreeClassifier(5, 2, "cky", 4)(tokens, lengths, trees="lefty")
     with pytest.raises(ValueError, match="no latent tree"):
         TreeClassifier(5, 2, "chart", 4).structure(tokens, lengths)
+    with pytest.raises(ValueError, match="'lstm' has no trees"):
+        TreeClassifier(5, 2, "lstm", 4).parse(tokens, lengths)
+    with pytest.raises(ValueError, match="LeafLSTM: output_size must be even, got 3"):
+        LeafLSTM(2, 3)
+    with pytest.raises(ValueError, match='composer must be "child-sum" or "gcn", got \'sum\''):
+        LatentDependency(2, 4, "sum")
+
+
+@pytest.mark.parametrize("encoder", ["spinn", "easy-first", "cky"])
+def test_words_alone_are_trees(encoder):
+    """Where every item is one leaf, nothing is composed; estimators have nothing to choose."""
+    torch.manual_seed(0)
+    model = TreeClassifier(5, 2, encoder, 4)
+    tokens, lengths = torch.tensor([[1], [2], [1]]), torch.ones(3, dtype=torch.long)
+    found = model(tokens, lengths, estimator=by_name("straight-through"))
+    torch.testing.assert_close(found, model(tokens, lengths))
+    torch.testing.assert_close(found[0], found[2])
+    structure = model.structure(tokens, lengths)
+    assert structure.log_prob(structure.sample()).tolist() == [0, 0, 0]
 
 
 def test_gold_trees_overfit():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,28 @@ def words_between_spaces(line: str) -> list[str]:
     if not words:
         raise ValueError("expected words between spaces, got an empty line.")
     return words
+
+
+def split_lines(lines: Iterable[str], size: int = 64) -> Iterator[list[list[str]]]:
+    """The words of so many lines at a time. Of a line without any, the error comes after those
+    before it.
+
+    >>> list(split_lines(["a b", "c", "d"], size=2))
+    [[['a', 'b'], ['c']], [['d']]]
+    """
+    rows: list[list[str]] = []
+    for line in lines:
+        try:
+            rows.append(words_between_spaces(line))
+        except ValueError:
+            if rows:
+                yield rows
+            raise
+        if len(rows) == size:
+            yield rows
+            rows = []
+    if rows:
+        yield rows
 
 
 class Words(NamedTuple):

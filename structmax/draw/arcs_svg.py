@@ -15,7 +15,6 @@ def arcs_svg(
     words: Sequence[str],
     arcs: Iterable[tuple[int, int, float]],
     labels: dict[tuple[int, int], str] | None = None,
-    directed: bool = True,
 ) -> Drawing:
     """Arcs (head, word, weight) above the words, as opaque as they are heavy.
 
@@ -26,7 +25,6 @@ def arcs_svg(
         words: the sentence
         arcs: head, word and weight of each
         labels: what to write on an arc (head, word)
-        directed: with arrow heads at the words
 
     >>> picture = arcs_svg(["good", "movie"], [(2, 1, 1.0), (0, 2, 0.7), (0, 1, 0.3)])
     >>> picture.count("<title"), "good" in picture
@@ -53,7 +51,7 @@ def arcs_svg(
         if head:
             side = APART if x[word] > x[head] else -APART
             y = -levels[min(head, word), max(head, word)] * rise - 6
-            start, r = x[head] + (side if directed else 0.0), min(10.0, -y)
+            start, r = x[head] + side, min(10.0, -y)
             turn = r if x[word] > start else -r
             d = (
                 f"M{start:.1f},0 V{y + r:.1f} q0,{-r:.1f} {turn:.1f},{-r:.1f} "
@@ -65,9 +63,8 @@ def arcs_svg(
                 canvas.text(middle, y - 5, labels[head, word], size=11, fill_opacity=weight)
         else:
             canvas.path([(x[word], top), (x[word], -3)], title=title, **style)
-        if directed:
-            tip = [(x[word] - 3.5, -7), (x[word] + 3.5, -7), (x[word], 0)]
-            canvas.path(tip, fill=ink, fill_opacity=opacity(weight))
+        tip = [(x[word] - 3.5, -7), (x[word] + 3.5, -7), (x[word], 0)]
+        canvas.path(tip, fill=ink, fill_opacity=opacity(weight))
     for at, word_ in zip(x[1:], words):
         canvas.text(at, 17, word_)
     return canvas.drawing()

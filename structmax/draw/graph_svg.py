@@ -35,8 +35,6 @@ def graph_svg(
     canvas = Canvas()
     again: dict[tuple[int, int], int] = {}  # edges between the same two
     for a, b, weight in sorted(edges, key=lambda edge: edge[2]):
-        if a not in place or b not in place:
-            continue
         seen = again[a, b] = again.get((a, b), -1) + 1
         used = weight >= FAINT
         ink, shade = (BLUE, opacity(weight)) if used else ("currentColor", "0.15")

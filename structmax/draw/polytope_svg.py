@@ -73,8 +73,7 @@ def polytope_svg(
         canvas.path(map(tuple, curve.tolist()), stroke=BLUE, stroke_width=1.5,
                     stroke_dasharray="2 3", title="Gibbs marginals, all temperatures")  # fmt: skip
         marks.append(("marginals", BLUE, structure.marginals()))
-    if structure.supports("sparsemap"):
-        marks.append(("SparseMAP", GREEN, structure.sparsemap().marginals))
+    marks.append(("SparseMAP", GREEN, structure.sparsemap().marginals))
     arrows: list[tuple[str, str, Tensor]] = []
     if g is not None:
         arrows = [("straight-through", "6 4", best - step * g)]

@@ -159,10 +159,6 @@ class TreeClassifier(nn.Module):
                 return self._logits(self.encoder.root(structure.rollout(z, items).state))
             return self._logits(self.encoder.compose(leaves[items], lengths[items], z, relaxed))
 
-        def cost(z: Tensor, items: Tensor) -> Tensor:
-            assert labels is not None
-            return self._loss(classify(z, items), labels[items])
-
         if estimator is None:
             logits = self._average(structure, k_best(structure, beam, distinct=True), classify)
             return logits if labels is None else self._loss(logits, labels)

@@ -43,6 +43,9 @@ def naive_kbest(scores: Tensor, rows: Tensor, columns: Tensor, k: int) -> tuple[
     best = scores.new_full((len(scores), k), -math.inf)
     z = torch.full((len(scores), k, scores.shape[1]), -1)
     for b, (n, m) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
+        if not bool((scores[b, :n, :m] < math.inf).all()):
+            best[b] = math.nan
+            continue
         every = torch.tensor(matchings(n, m))  # (N, n)
         cells = scores[b, torch.arange(n), every.clamp(min=0)].double()
         total = torch.where(every >= 0, cells, 0.0).sum(-1)

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from structmax import losses
 from structmax.data import Vocabulary, Words, find_data, glove, treebank, words
-from structmax.data.words import words_between_spaces
+from structmax.data.words import split_lines
 from structmax.nn.biaffine import Biaffine, LabelledBiaffine
 from structmax.nn.word_encoder import WordEncoder
 from structmax.structures.dependency_tree import DependencyTree
@@ -285,24 +285,29 @@ class Parse(Task):
 
     def predict(self, model: Any, lines: Sequence[str]) -> Iterator[dict[str, Any]]:
         device = next(model.parameters()).device
-        for line in lines:
-            sentence = words_between_spaces(line)
-            nothing = treebank.Parsed(
-                sentence, [0] * len(sentence), self.facts["labels"][:1] * len(sentence)
-            )
-            batch = move(self.collate([nothing]), device)
+        names = self.facts["labels"]
+        for rows in split_lines(lines):
+            nothing = [treebank.Parsed(w, [0] * len(w), names[:1] * len(w)) for w in rows]
+            batch = move(self.collate(nothing), device)
             arcs, heads, numbers = self._found(model, batch)
-            labels = [self.facts["labels"][i] for i in numbers[0].tolist()]
-            answer = {"words": sentence, "heads": heads[0].tolist(), "labels": labels}
-            if model.kind not in ("none", "random"):  # the few trees that SparseMAP keeps
-                tree = model.tree(arcs, batch.lengths, on_host=arcs.is_cuda)
-                result = tree.sparsemap()
-                kept = zip(tree.decode(result.structures)[0], result.probs[0].tolist())
-                few = sorted(
-                    ([round(p, 4), kept_heads] for kept_heads, p in kept if p > 5e-5), reverse=True
-                )
-                answer["trees"] = [{"heads": kept_heads, "probability": p} for p, kept_heads in few]
-            above = ["root", *sentence]
-            pairs = zip(sentence, answer["heads"], labels)
-            text = " ".join(f"{word}←{above[head]}/{label}" for word, head, label in pairs)
-            yield {**answer, "text": text}
+            trees = self._trees(model, arcs, batch.lengths)
+            for sentence, above, labels, few in zip(rows, heads.tolist(), numbers.tolist(), trees):
+                n = len(sentence)
+                above, labels = above[:n], [names[i] for i in labels[:n]]
+                pairs = zip(sentence, above, labels)
+                text = [f"{word}←{['root', *sentence][h]}/{label}" for word, h, label in pairs]
+                answer = {"words": sentence, "heads": above, "labels": labels, **few}
+                yield {**answer, "text": " ".join(text)}
+
+    def _trees(self, model: Any, arcs: Tensor, lengths: Tensor) -> list[dict[str, Any]]:
+        """The few trees of each item that SparseMAP keeps, where there are trees."""
+        if model.kind in ("none", "random"):
+            return [{}] * len(arcs)
+        tree = model.tree(arcs, lengths, on_host=arcs.is_cuda)
+        result = tree.sparsemap()
+        found, each = [], zip(*tree.decode(result.structures.movedim(1, 0)))  # (B, k)
+        for heads, probs in zip(each, result.probs.tolist()):
+            kept = [[round(p, 4), one] for one, p in zip(heads, probs) if p > 5e-5]
+            few = [{"heads": one, "probability": p} for p, one in sorted(kept, reverse=True)]
+            found.append({"trees": few})
+        return found

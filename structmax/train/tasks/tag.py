@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from structmax import losses
 from structmax.data import Vocabulary, Words, columns, conllu, find_data, glove, words
 from structmax.data.columns import Tagged
-from structmax.data.words import words_between_spaces
+from structmax.data.words import split_lines
 from structmax.nn.word_encoder import WordEncoder
 from structmax.smoothing import Gini, Hard, Shannon
 from structmax.structures.linear_chain import LinearChain
@@ -200,22 +200,22 @@ class Tag(Task):
 
     def predict(self, model: Any, lines: Sequence[str]) -> Iterator[dict[str, Any]]:
         device = next(model.parameters()).device
-        for line in lines:
-            sentence = words_between_spaces(line)
-            batch = move(
-                self.collate([Tagged(sentence, self.facts["tags"][:1] * len(sentence))]), device
-            )
+        names = self.facts["tags"]
+        for rows in split_lines(lines):
+            nothing = [Tagged(words, names[:1] * len(words)) for words in rows]
+            batch = move(self.collate(nothing), device)
             chain = model(batch)
-            (tags,) = self._names(chain.argmax_tags(), batch.lengths)
-            yield {
-                "words": sentence,
-                "tags": tags,
-                "choices": [  # to four places
-                    {name: round(p, 4) for name, p in zip(self.facts["tags"], row) if p > 5e-5}
-                    for row in model.soft(chain)[0].tolist()
-                ],
-                "text": " ".join(f"{word}/{tag}" for word, tag in zip(sentence, tags)),
-            }
+            best, soft = self._names(chain.argmax_tags(), batch.lengths), model.soft(chain)
+            for sentence, tags, chances in zip(rows, best, soft.tolist()):
+                yield {
+                    "words": sentence,
+                    "tags": tags,
+                    "choices": [  # to four places
+                        {name: round(p, 4) for name, p in zip(names, row) if p > 5e-5}
+                        for row in chances[: len(sentence)]
+                    ],
+                    "text": " ".join(f"{word}/{tag}" for word, tag in zip(sentence, tags)),
+                }
 
 
 # -- data -----------------------------------------------------------------------------------------
