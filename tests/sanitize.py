@@ -124,6 +124,17 @@ def maps(rows: int, width: int) -> None:
     (sx.csoftmax(x, bounds) ** 2).sum().backward()
 
 
+def soft_dtw_in_blocks(n: int, m: int) -> None:
+    """As if one program had room for 8 rows only."""
+    from structmax.forest.grid import gpu
+
+    before, gpu.ROWS = gpu.ROWS, 8
+    try:
+        soft_dtw(n, m)
+    finally:
+        gpu.ROWS = before
+
+
 def soft_dtw(n: int, m: int) -> None:
     x = torch.randn(3, n, 2, device=DEVICE, requires_grad=True)
     y = torch.randn(3, m, 2, device=DEVICE)
@@ -137,6 +148,7 @@ WORK: dict[str, Callable[[], None]] = {
     **{f"tree {n}": partial(tree, n) for n in (5, 17)},
     **{f"maps {size}": partial(maps, *size) for size in ((3, 7), (5, 131), (2, 1025))},
     **{f"soft-DTW {size}": partial(soft_dtw, *size) for size in ((7, 5), (33, 70))},
+    "soft-DTW in blocks": partial(soft_dtw_in_blocks, 33, 21),
 }
 
 
