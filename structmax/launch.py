@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 MOST = 1024  # launches a kernel keeps; numbers that always change would fill the memory
+SINCE = (3, 6)  # older versions of Triton want compiled kernels launched in other ways
 
 
 def quick(kernel: Any) -> Any:
@@ -22,9 +23,10 @@ def quick(kernel: Any) -> Any:
 
     Every parameter has to be given: there are no defaults.
     """
+    version = tuple(int(n) for n in triton.__version__.split(".")[:2])
     # on AMD a tensor's size decides too
     able = isinstance(kernel, triton.JITFunction) and torch.version.hip is None
-    return Quick(kernel) if able else kernel
+    return Quick(kernel) if able and version >= SINCE else kernel
 
 
 class Quick:

@@ -85,6 +85,12 @@ def test_interpreted_kernels_stay_as_they_are() -> None:
     assert launch.quick(kernel) is kernel
 
 
+def test_old_versions_launch_as_they_do(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch.quick(kernel) is not kernel
+    monkeypatch.setattr(launch.triton, "__version__", "3.2.0")
+    assert launch.quick(kernel) is kernel
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_same_answers_on_a_gpu() -> None:
