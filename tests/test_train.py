@@ -229,6 +229,15 @@ def test_early_stopping_keeps_the_best(tmp_path: Path) -> None:
     _, state = checkpoint.load(tmp_path / "best.safetensors")
     assert state["accuracy"] == 1.0
 
+    class WorseAtFirst(Worse):
+        def model(self, config):
+            model = super().model(config)
+            model.pretrain = 12  # updates that do not count
+            return model
+
+    result = fit(tmp_path / "later", task=WorseAtFirst(), steps=1000, patience=2, eval_every=3)
+    assert result["steps"] == 18
+
 
 def test_groups_have_their_own_rates(tmp_path: Path) -> None:
     start = Toy().model(config())

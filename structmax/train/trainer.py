@@ -319,7 +319,9 @@ class Trainer:
         if self.task.metric not in values:
             raise KeyError(f"{self.task.name}.evaluate must give its metric {self.task.metric!r}.")
         better = values[self.task.metric] > self.best
-        self.worse = 0 if better else self.worse + 1
+        # a model that is trained on something else first has no reason to get better at this
+        first = self.step <= getattr(self.model, "pretrain", 0)
+        self.worse = 0 if better or first else self.worse + 1
         if better:
             self.best = values[self.task.metric]
         if self.workers.first:
