@@ -30,6 +30,8 @@ def quick(kernel: Any) -> Any:
 
 
 class Quick:
+    """A kernel, with what Triton compiled for each kind of arguments that it was launched with."""
+
     def __init__(self, kernel: Any) -> None:
         self.kernel = self.__wrapped__ = kernel
         self.kept: dict[tuple[Any, ...], tuple[Any, list[int]]] = {}

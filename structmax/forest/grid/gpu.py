@@ -350,7 +350,8 @@ class Block:
         self.kind, self.gamma, self.band = int(code[0]), code[1], band
         self.sizes = rows.contiguous(), columns.contiguous()
         block = min(ROWS, triton.next_power_of_2(self.n + 2))
-        self.in_rows = self.n <= block
+        # a launch has at most 65,535 programs along any but the first direction
+        self.in_rows = self.n <= block and self.n + self.m <= 65535 * SIDE
         warps = block // 32 if self.in_rows else min(8, block // 128)
         # one stage: a load must not move before the barrier that it waits for
         self.how = {"BLOCK": block, "num_warps": max(1, warps), "num_stages": 1}
