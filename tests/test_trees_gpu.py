@@ -177,6 +177,55 @@ def test_bad_scores_give_nan() -> None:
         assert not bool(mu[0].isnan().any()) and bool(mu[1, 0, 1:].isnan().all())
 
 
+FIRST = {
+    "log_partition": lambda tree, heads: tree.log_partition(),
+    "marginals": lambda tree, heads: tree.marginals(),
+    "argmax": lambda tree, heads: tree.argmax(),
+    "max_marginals": lambda tree, heads: tree.max_marginals(),
+    "log_prob": lambda tree, heads: tree.log_prob(heads),
+    "score": lambda tree, heads: tree.score(heads),
+    "topk": lambda tree, heads: tree.topk(2),
+    "sample": lambda tree, heads: tree.sample(),
+    "entropy": lambda tree, heads: tree.entropy(),
+    "sparsemap": lambda tree, heads: tree.sparsemap(),
+    "one item": lambda tree, heads: tree[1],
+}
+
+
+@pytest.mark.parametrize("bad", [nan, inf])
+@pytest.mark.parametrize("query", FIRST)
+def test_the_first_query_looks_at_the_scores(query: str, bad: float) -> None:
+    """Whichever it is, and the second too, with labels or not; bad lengths are found at once."""
+    for labels in ((), (2,)):
+        scores = torch.randn(2, 4, 4, *labels).to(DEVICE)
+        heads = torch.tensor([0, 1, 2], device=DEVICE)
+        heads = torch.stack([heads, torch.zeros_like(heads)], -1) if labels else heads
+        scores[(1, 0, 2, *(0,) * len(labels))] = bad
+        name = "scores[1, 0, 2, 0]" if labels else "scores[1, 0, 2]"
+        with sx.backend("gpu"):
+            tree = sx.DependencyTree(scores)
+            for _ in range(2):
+                with pytest.raises(ValueError) as caught:
+                    FIRST[query](tree, heads)
+                assert f"{name} is {bad}" in str(caught.value)
+            with pytest.raises(ValueError, match="lengths must be between 1 and 3"):
+                sx.DependencyTree(scores, torch.tensor([1, 4], device=DEVICE))
+
+
+def test_looking_at_values_only() -> None:
+    """An item without a tree is told from one with a bad score, which may lie in the padding."""
+    scores = make("random", 3, dtype=torch.float32).to(DEVICE)
+    scores[1, :, 2] = -inf
+    with sx.backend("gpu"):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="item 1 allows no structure"):
+                sx.DependencyTree(scores).argmax()
+        scores[1, :, 2] = 0.0
+        scores[1, :, 3] = scores[1, 3] = scores[:, :, 0] = nan
+        tree = sx.DependencyTree(scores, torch.tensor([3, 2], device=DEVICE))
+        assert tree.argmax().sum((-1, -2)).tolist() == [3, 2]
+
+
 def test_queries_of_an_empty_batch() -> None:
     scores = torch.zeros(0, 4, 4, device=DEVICE)
     with sx.backend("gpu"):

@@ -104,8 +104,7 @@ class DependencyTree(SquareStructure):
                 f"{tuple(scores.shape)}, got {tuple(siblings.shape)}."
             )
         if self._validate_args and checks.can_look():
-            used = None if siblings is None else self._used_siblings()
-            self._check_values(siblings=(siblings, used))
+            self._first_look()
 
     @property
     def _name(self) -> str:
@@ -126,6 +125,12 @@ class DependencyTree(SquareStructure):
             return used
         last = self._lengths()[..., None, None]
         return used & (head <= last) & (modifier <= last)
+
+    def _looked_at(self) -> dict[str, tuple[Tensor, checks.Mask]]:
+        given = super()._looked_at()
+        if self.siblings is not None:
+            given["siblings"] = self.siblings, self._used_siblings
+        return given
 
     def _used_siblings(self) -> Tensor:
         """Which ``[head, sibling, modifier]`` a tree may have, as ``_used``."""
@@ -268,7 +273,7 @@ class DependencyTree(SquareStructure):
         index = heads * s + word
         if labels is not None:
             index = index * self._labels + labels
-        total = self._gather(self._primary(), index)
+        total = self._gather(self._parts()[0], index)
         if self.siblings is not None:
             index = (heads * s + self._siblings_of(heads)) * s + word
             total = total + self._gather(self._in_dtype(self.siblings, 3), index)

@@ -14,11 +14,11 @@ from torch import Tensor
 from structmax import checks
 from structmax.forest.chain import ops as dense
 from structmax.forest.topology import Forest, ForestBuilder, bucket, family, name_of
-from structmax.primitive import Primitive, backend_for
+from structmax.primitive import Primitive
 from structmax.smoothing import Smoothing
 from structmax.structures.base import Structure
 from structmax.structures.dynamic import DynamicStructure
-from structmax.structures.lengths import OneSided
+from structmax.structures.late_look import LateLook
 from structmax.structures.parts import at_most_zero
 
 
@@ -44,7 +44,7 @@ def _over(scores: Tensor, shape: tuple[int, ...]) -> Tensor:
     return scores if scores.shape == shape else scores.expand(shape)
 
 
-class LinearChain(OneSided, DynamicStructure):
+class LinearChain(LateLook, DynamicStructure):
     """A tag for each position: the linear-chain conditional random field.
 
     The score of tags y is Σₜ unary[t, yₜ] + Σₜ transition[yₜ, yₜ₊₁] + start[y₁] + end[yₙ]. The
@@ -142,14 +142,8 @@ class LinearChain(OneSided, DynamicStructure):
             lengths=(lengths, 0),
         )
         super().__init__(batch, (n, c), smoothing, validate_args)
-        self._unseen = False
         if self._validate_args and checks.can_look():
-            if backend_for(unary) == "gpu":
-                self._unseen = True
-                checks.values(name, {}, lengths, n)
-            else:
-                self._check_values()
-            self._lengths_are_good = True
+            self._first_look()
 
     def _check_values(self) -> None:
         def positions() -> Tensor:
@@ -167,34 +161,6 @@ class LinearChain(OneSided, DynamicStructure):
             if vector is not None:
                 looked_at[which] = (vector, None)
         checks.values(self._name, looked_at, self.lengths, self.event_shape[0])
-
-    # On a GPU a look at the scores takes as long as a kernel that reads them, and waits for it. A
-    # bad score makes the value of its item NaN, so there the first query looks at its value, and at
-    # the scores only if that is not finite.
-
-    def _look(self) -> None:
-        """Looks at the scores if nobody has."""
-        if self._unseen and checks.can_look():
-            self._check_values()
-            self._unseen = False
-
-    def _finite(self, value: Tensor) -> bool:
-        """Whether a value ``(*B)`` that all scores go into shows that they are good; else looks."""
-        if not self._unseen or not checks.can_look():
-            return False
-        finite = math.isfinite(value.sum().item())  # one kernel; a sum may also overflow
-        if finite:
-            self._unseen = False
-        else:
-            self._look()
-        return finite
-
-    def _refuse_infeasible(self, query: str, value: Tensor, answer: Tensor) -> Tensor:
-        return answer if self._finite(value) else super()._refuse_infeasible(query, value, answer)
-
-    def _rebuild(self, **tensors: Tensor | None) -> Self:
-        self._look()
-        return super()._rebuild(**tensors)
 
     def _tensors(self) -> dict[str, tuple[Tensor, int]]:
         found = {

@@ -14,6 +14,7 @@ from structmax.oracles import arborescence, matrix_tree
 from structmax.smoothing import SHANNON, Shannon
 from structmax.structures.base import Structure
 from structmax.structures.dependency_tree import DependencyTree
+from structmax.structures.late_look import LateLook
 from structmax.structures.square import SquareStructure
 
 
@@ -139,7 +140,7 @@ class ArcStructure(SquareStructure):
         return scores, torch.where(exists, z.movedim(0, at), 0.0)
 
 
-class NonprojectiveTree(DependencyTree, ArcStructure):
+class NonprojectiveTree(LateLook, DependencyTree, ArcStructure):
     """Dependency trees whose arcs may cross; made by ``DependencyTree(..., projective=False)``.
 
     No dynamic program sums over these trees, so ``smoothing`` is ``sx.Shannon``: the temperature.
@@ -153,13 +154,26 @@ class NonprojectiveTree(DependencyTree, ArcStructure):
     - ``sample``: exact, O(n³) a draw, whatever the scores.
 
     ``topk``, ``max_marginals``, ``sample`` and, beyond 127 words, ``argmax`` run on the CPU:
-    tensors of a GPU are copied there and back.
+    tensors of a GPU are copied there and back. On a GPU it is the first query that finds NaN or
+    +inf in the scores.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._single = self.root == "single"
         self._refuse_smoothing()
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        self._look()
+        return super()._parts()
+
+    def _sum(self) -> tuple[Any, ...]:
+        self._look()
+        return super()._sum()
+
+    def _kbest(self, k: int) -> tuple[Tensor, Tensor]:
+        self._look()
+        return super()._kbest(k)
 
     def _words(self) -> Tensor:
         return self._lengths()
@@ -177,6 +191,7 @@ class NonprojectiveTree(DependencyTree, ArcStructure):
         return mu[..., None] * self._label_chances() if self.labelled else mu
 
     def max_marginals(self) -> Tensor:
+        self._look()
         choices = self._choices().detach()
         rest = arborescence.best_rest(choices.amax(-1), self._words(), self._single)
         best = torch.where(self._used()[..., None], rest[..., None] + choices, -math.inf)

@@ -74,12 +74,16 @@ class SquareStructure(OneSided, PartStructure):
             )
         return a == b != c
 
-    def _check_values(self, **more: tuple[Tensor | None, Tensor | None]) -> None:
-        used = self._used()[..., None] if self.labelled else self._used()
-        given = {"scores": (self.scores, used), **more}
-        looked_at = {name: (t, mask) for name, (t, mask) in given.items() if t is not None}
-        checks.values(self._name, looked_at, self.lengths, self._longest)
+    def _check_values(self) -> None:
+        checks.values(self._name, self._looked_at(), self.lengths, self._longest)
         self._lengths_are_good = True
+
+    def _first_look(self) -> None:
+        """What the constructor looks at."""
+        self._check_values()
+
+    def _looked_at(self) -> dict[str, tuple[Tensor, checks.Mask]]:
+        return {"scores": (self.scores, self._usable_parts)}
 
     def _tensors(self) -> dict[str, tuple[Tensor, int]]:
         given = {"scores": (self.scores, len(self.event_shape))}
