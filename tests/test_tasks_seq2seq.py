@@ -89,6 +89,25 @@ def test_words_are_those_of_the_whole(attention: str) -> None:
         assert not weights[item, :, n:].any()
 
 
+@pytest.mark.parametrize("attention", ["uniform", "random"])
+def test_attention_that_does_not_look(attention: str) -> None:
+    model = model_of(attention)
+    target = torch.randint(3, 11, (2, 40))
+    scores, weights = model(SOURCE, LENGTHS, target)
+    for item, n in enumerate(LENGTHS.tolist()):
+        if attention == "uniform":
+            assert torch.equal(weights[item, :, :n], torch.full((40, n), 1 / n))
+        else:
+            assert torch.equal(weights[item].amax(-1), torch.ones(40))
+            assert (weights[item, :, :n].sum(0) > 0).all()  # each of the words at some time
+        assert torch.allclose(weights[item].sum(-1), torch.ones(40))
+        assert not weights[item, :, n:].any()
+    scores.sum().backward()
+    assert model.key.weight.grad is None and model.source.weight.grad.isfinite().all()
+    with pytest.raises(ValueError, match="Seq2Seq"):
+        model_of(attention, strength=0.1)
+
+
 def test_fertilities_are_kept() -> None:
     model = model_of("csparsemax", fertility=0.6)
     target = torch.randint(3, 11, (2, 9))

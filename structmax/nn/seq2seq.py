@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from structmax.nn.dot_product import attend, find_map
 from structmax.nn.leaf_lstm import LeafLSTM
 
+BLIND = ("uniform", "random")  # attention that does not look
+
 
 class Translated(NamedTuple):
     """Words ``(B, m)``, 0 after the end; attention ``(B, m, n)`` to the words of the source."""
@@ -25,7 +27,9 @@ class Seq2Seq(nn.Module):
     attention-based neural machine translation", EMNLP 2015, "global" with the bilinear score) and
     does not feed it, so a whole sentence is trained at once. Its map may be any of
     :func:`structmax.nn.attend` (Niculae & Blondel, "A regularized framework for sparse and
-    structured neural attention", NeurIPS 2017).
+    structured neural attention", NeurIPS 2017), or for comparison one that does not look at the
+    scores: ``"uniform"``, the mean of the source, or ``"random"``, a word of it drawn anew each
+    time.
 
     With ``map="csparsemax"`` each word of the source has a fertility: the attention that it gets
     from all words of the target together is at most that (Malaviya, Ferreira & Martins, "Sparse and
@@ -64,7 +68,8 @@ class Seq2Seq(nn.Module):
         **map_options: float,
     ) -> None:
         super().__init__()
-        find_map("Seq2Seq", map, map_options, later=("upper",))
+        if map not in BLIND or map_options:
+            find_map("Seq2Seq", map, map_options, later=("upper",))
         self.map, self.fertility, self.map_options = map, fertility, map_options
         self.start, self.end = start, end
         self.source = nn.Embedding(source, hidden_size, padding_idx=0)
@@ -138,6 +143,13 @@ class Seq2Seq(nn.Module):
         self, states: Tensor, memory: _Memory, left: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The context ``(B, m, d)``, its weights ``(B, m, n)``, and what is left of fertilities."""
+        if self.map in BLIND:
+            draw = torch.rand if self.map == "random" else torch.ones
+            size = *states.shape[:2], memory.keys.shape[1]
+            drawn = torch.where(memory.inside, draw(size, device=states.device), -1.0)
+            highest = drawn == drawn.amax(-1, keepdim=True)
+            weights = (highest / highest.sum(-1, keepdim=True)).to(states)
+            return weights @ memory.values, weights, None
         options: dict[str, Any] = dict(self.map_options)
         if left is not None:
             options["upper"] = left.clamp(max=1.0)

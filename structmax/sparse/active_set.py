@@ -185,10 +185,8 @@ class Face(Support):
         u = self.solve(across)
         return u, size - (across * u).sum(-1)
 
-    def _inverse(self, order: Tensor, used: Tensor) -> Tensor:
-        at = order[:, :, None].expand(-1, -1, self.slots)
-        rows = self.inverse[self.done].gather(1, at)
-        block = rows.gather(2, order[:, None].expand(-1, order.shape[1], -1))
+    def _inverse(self, items: Tensor, order: Tensor, used: Tensor) -> Tensor:
+        block = self.inverse[items[:, None, None], order[:, :, None], order[:, None]]
         return torch.where(used[:, :, None] & used[:, None], block, 0.0)
 
     def refresh(self) -> None:

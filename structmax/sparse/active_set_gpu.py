@@ -1,4 +1,4 @@
-"""The active-set method on the GPU: three launches and the oracle for a step of all items.
+"""The active-set method on the GPU: two launches and the oracle for a step of all items.
 
 The same method as in ``active_set.py``, whose state it works on, with one program for an item (its
 walk to the best point of its face is as long as it needs) and no word to the host: it looks at who
@@ -38,6 +38,7 @@ class Face(active_set.Face):
 
     def start(self, counts: Tensor, weights: Tensor) -> None:
         super().start(counts, weights)
+        self.settle()  # as after every step
         self.used = self.slots
 
     def tidy(self) -> bool:
@@ -54,26 +55,21 @@ class Face(active_set.Face):
 
     def step(self) -> None:
         b, K, parts = self.counts.shape
-        room = torch.empty_like(self.p)
-        warps = {"num_warps": 4 if K <= 32 else 8}
-        matrices = self.gram, self.inverse, room, self.used
-        flags = self.active.view(torch.uint8), self.done.view(torch.uint8)
-        state = self.p, self.scores, *flags, self.newest
+        active, done = self.active.view(torch.uint8), self.done.view(torch.uint8)
         mu, gradient = self.theta.new_empty(b, self.width), torch.empty_like(self.theta)
-        sizes = self.used, parts, self.width
         with torch.cuda.device_of(self.theta):
-            _settle[(b,)](*state, *matrices, K=K, **warps)
             _look[(b, triton.cdiv(parts, BLOCK.value))](
-                self.p, self.counts, self.theta, mu, gradient, *sizes, K=K
+                self.p, self.counts, self.theta, mu, gradient, self.used, parts, self.width, K=K
             )
         _, z = self.oracle(gradient)
+        self.used = min(self.used + 1, self.slots)
         with torch.cuda.device_of(self.theta):
             _absorb[(b,)](
-                *state, *matrices, self.counts, self.theta, mu, z.contiguous(), self.gap,
-                self.calls, parts, self.width, self.tol, self.max_iter, K=K,
-                D=max(16, min(64, 2048 // K)), **warps,
+                self.p, self.scores, active, done, self.gram, self.inverse,
+                torch.empty_like(self.p), self.used, self.counts, self.theta, mu, z.contiguous(),
+                self.gap, self.calls, parts, self.width, self.tol, self.max_iter, K=K,
+                D=max(16, min(64, 2048 // K)), num_warps=4 if K <= 32 else 8,
             )  # fmt: skip
-        self.used = min(self.used + 1, self.slots)
 
 
 # ------------------------------------------------------------------------------------- matrices
@@ -133,20 +129,14 @@ def _leave(W, slot, active, ROOM, used, K: tl.constexpr):
 # ---------------------------------------------------------------------------------------- steps
 
 
-@quick
-@triton.jit(do_not_specialize=["used"])
-def _settle(P, C, ACTIVE, DONE, NEWEST, A, W, ROOM, used, K: tl.constexpr):
-    """Walks to the best point of the face; structures whose weight reaches 0 leave it."""
-    b = tl.program_id(0).to(tl.int64)
+@triton.jit
+def _settle(p, c, active, newest, A, W, ROOM, used, K: tl.constexpr):
+    """Walks to the best point of the face; structures whose weight reaches 0 leave it.
+
+    Returns the weights, what is active, and whether that shows that the item is done.
+    """
     i = tl.arange(0, K)
-    A += b * K * K
-    W += b * K * K
-    ROOM += b * K
-    p = tl.load(P + b * K + i)
-    active = tl.load(ACTIVE + b * K + i) != 0
-    c = tl.where(active, tl.load(C + b * K + i), 0.0)
-    newest = tl.load(NEWEST + b)
-    done = tl.load(DONE + b).to(tl.int32)
+    done = newest * 0
     go_on = done == 0
     while go_on:
         x = _solve(A, W, tl.where(active, c, 0.0), ROOM, used, K)
@@ -165,9 +155,7 @@ def _settle(P, C, ACTIVE, DONE, NEWEST, A, W, ROOM, used, K: tl.constexpr):
             go_on = done == 0
         else:
             p = tl.where(active, best, 0.0)
-    tl.store(P + b * K + i, p)
-    tl.store(ACTIVE + b * K + i, active.to(tl.uint8))
-    tl.store(DONE + b, done.to(tl.uint8))
+    return p, active, done
 
 
 @quick
@@ -192,10 +180,11 @@ def _look(P, COUNTS, THETA, MU, G, used, parts, width, K: tl.constexpr):
 @quick
 @triton.jit(do_not_specialize=["used"])
 def _absorb(
-    P, C, ACTIVE, DONE, NEWEST, A, W, ROOM, used, COUNTS, THETA, MU, Z, GAP, CALLS,
+    P, C, ACTIVE, DONE, A, W, ROOM, used, COUNTS, THETA, MU, Z, GAP, CALLS,
     parts, width, tol, max_iter, K: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Notes the gap to the structure z that was found; lets z join the face unless that is done."""
+    """Notes the gap to the structure z that was found; unless that shows that the item is done, z
+    joins the face, and the weights walk to the best point of it."""
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, K)
     A += b * K * K
@@ -271,14 +260,16 @@ def _absorb(
                 tl.store(A + i * K + slot, right)
                 active = active | new
                 u = tl.where(new, -1.0, u)
-                reach_to = tl.maximum(used, slot + 1)
-                _add_square(W, u, 1.0 / distance, active, ROOM, reach_to, K)
+                _add_square(W, u, 1.0 / distance, active, ROOM, used, K)
                 for first in range(0, parts, D):
                     d = first + tl.arange(0, D)
                     z = tl.load(Z + d, mask=d < parts)
                     tl.store(COUNTS + slot * parts + d, z, mask=d < parts)
                 tl.store(C + b * K + slot, total)
-                tl.store(P + b * K + i, tl.where(new, weight, p))
+                c = tl.where(new, total, tl.where(active, c, 0.0))
+                p = tl.where(new, weight, p)
+                p, active, settled = _settle(p, c, active, newest, A, W, ROOM, used, K)
+                done = settled > 0
+                tl.store(P + b * K + i, p)
                 tl.store(ACTIVE + b * K + i, active.to(tl.uint8))
-                tl.store(NEWEST + b, newest.to(tl.int64))
         tl.store(DONE + b, done.to(tl.uint8))

@@ -260,6 +260,8 @@ class _StructureOracle:
         self.events = [p.shape[batch:] for p in structure._parts()]
 
     def __call__(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        if (found := self.structure._best_counts(scores)) is not None:
+            return found
         flat = scores.split([event.numel() for event in self.events], -1)
         batch = self.structure.batch_shape
         parts = [s.reshape(*batch, *event) for s, event in zip(flat, self.events, strict=True)]
@@ -269,8 +271,7 @@ class _StructureOracle:
     def keep(self, index: Tensor) -> _StructureOracle:
         if not self.structure.batch_shape:
             return _StructureOracle(self.structure.expand(index.shape)) if len(index) > 1 else self
-        where = torch.unravel_index(index.cpu(), self.structure.batch_shape)
-        return _StructureOracle(self.structure[where])
+        return _StructureOracle(self.structure._items(index))
 
 
 class _UserOracle:

@@ -150,31 +150,23 @@ class Support:
 
     def drop_finished(self) -> None:
         """Puts items that are done aside: from now on they cost nothing."""
-        used = self.active & (self.p > 0) & self.done[:, None]
-        most = max(int(used.sum(-1).amax()), 1) if len(used) else 1
-        order = torch.where(used, self.p, -1.0).argsort(dim=-1, descending=True, stable=True)[
-            :, :most
-        ]
-        order = order[self.done]
-        used, p = used[self.done].gather(-1, order), self.p[self.done].gather(-1, order)
-        slot = torch.where(used, order, order[:, :1])
-        counts = self.counts[self.done].gather(
-            1, slot[..., None].expand(-1, -1, self.theta.shape[1])
-        )
-        p = torch.where(used, p, 0.0)
-        p = torch.where(self.gap[self.done].isnan()[:, None], torch.nan, p)
-        inverse = self._inverse(order, used)
-        self.finished.append(
-            (self.items[self.done], counts, p, inverse, self.gap[self.done], self.calls[self.done])
-        )
-        index = (~self.done).nonzero().squeeze(-1)
+        gone, left = (which.nonzero().squeeze(-1) for which in (self.done, ~self.done))
+        p, gap = self.p[gone], self.gap[gone]
+        used = self.active[gone] & (p > 0)
+        most = max(int(used.sum(-1).amax()), 1) if len(gone) else 1
+        order = torch.where(used, p, -1.0).argsort(dim=-1, descending=True, stable=True)[:, :most]
+        used, p = used.gather(-1, order), p.gather(-1, order)
+        counts = self.counts[gone[:, None], torch.where(used, order, order[:, :1])]
+        p = torch.where(gap.isnan()[:, None], torch.nan, torch.where(used, p, 0.0))
+        inverse = self._inverse(gone, order, used)
+        self.finished.append((self.items[gone], counts, p, inverse, gap, self.calls[gone]))
         for name in self.per_item:
-            setattr(self, name, getattr(self, name)[index])
-        if len(index):
-            self.oracle = self.oracle.keep(index)
+            setattr(self, name, getattr(self, name)[left])
+        if len(left):
+            self.oracle = self.oracle.keep(left)
 
-    def _inverse(self, order: Tensor, used: Tensor) -> Tensor:
-        """What ``Solution.inverse`` holds of the items that are done; nothing here."""
+    def _inverse(self, items: Tensor, order: Tensor, used: Tensor) -> Tensor:
+        """What ``Solution.inverse`` holds of items that are done; nothing here."""
         return used.new_empty(len(used), 0, 0)
 
     def solution(self, primary: int) -> Solution:

@@ -459,6 +459,17 @@ class Structure(Distribution):
 
         return self._rebuild(**{name: pick(t, d) for name, (t, d) in self._tensors().items()})
 
+    def _items(self, index: Tensor) -> Self:
+        """Items by their numbers ``(b)`` in the flattened batch, which are not looked at."""
+
+        def pick(t: Tensor, d: int) -> Tensor:
+            if t.dim() == d:
+                return t
+            whole = t.expand(*self.batch_shape, *t.shape[t.dim() - d :])
+            return whole.flatten(0, len(self.batch_shape) - 1).index_select(0, index)
+
+        return self._rebuild(**{name: pick(t, d) for name, (t, d) in self._tensors().items()})
+
     def __len__(self) -> int:
         if not self.batch_shape:
             raise TypeError(f"{self._name} with batch_shape () has no length.")

@@ -440,6 +440,36 @@ def _viterbi(
         tl.store(TAGS + b * n + t, tl.full((), -1, tl.int64))
 
 
+@quick
+@triton.jit
+def _count_parts(
+    TAGS, Z, n, c, parts, SHARED: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr
+):
+    """How often tags, −1 in the padding, have each part: those of positions, then transitions."""
+    b = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK
+    d = first + tl.arange(0, BLOCK)
+    TAGS += b * n
+    own = d < n * c
+    z = (own & (tl.load(TAGS + d // c, mask=own, other=-1) == d % c)).to(tl.int32)
+    edge = tl.where(own, -1, d - n * c)
+    if SHARED:
+        if first + BLOCK > n * c:
+            for start in range(0, n - 1, STEPS):
+                t = start + tl.arange(0, STEPS)
+                before = tl.load(TAGS + t, mask=t < n - 1, other=-1)
+                after = tl.load(TAGS + t + 1, mask=t < n - 1, other=-1)
+                move = tl.where(after < 0, -2, before * c + after)
+                z += tl.sum((move[:, None] == edge[None, :]).to(tl.int32), 0)
+    else:
+        inside = (edge >= 0) & (d < parts)
+        t = edge // (c * c)
+        before = tl.load(TAGS + t, mask=inside, other=-1)
+        after = tl.load(TAGS + t + 1, mask=inside, other=-1)
+        z += (inside & (before == edge // c % c) & (after == edge % c)).to(tl.int32)
+    tl.store(Z + b * parts + d, z.to(Z.dtype.element_ty), mask=d < parts)
+
+
 # ------------------------------------------------------------------------------- torch functions
 
 
@@ -500,6 +530,24 @@ def argmax(unary: Tensor, transition: Tensor, lengths: Tensor) -> tuple[Tensor, 
             **_options(unary, transition),
         )  # fmt: skip
     return best, tags
+
+
+def best_counts(scores: Tensor, n: int, c: int, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """As ``argmax`` for scores of all parts in a row, ``(B, nc + sc²)``; how often the best has
+    each of them takes the place of tags."""
+    batch, parts = scores.shape
+    unary, transition = (
+        scores[:, : n * c].view(batch, n, c),
+        scores[:, n * c :].view(batch, -1, c, c),
+    )
+    best, tags = argmax(unary, transition, lengths)
+    z, block = torch.empty_like(scores), 256
+    with torch.cuda.device_of(scores):
+        _count_parts[(batch, triton.cdiv(parts, block))](
+            tags, z, n, c, parts,
+            SHARED=transition.shape[1] == 1, BLOCK=block, STEPS=16, num_warps=4,
+        )  # fmt: skip
+    return best, z
 
 
 def _run_inward(

@@ -53,8 +53,11 @@ class Seq2SeqConfig(TrainConfig):
     )
     source: str = option("de", "What to translate: the end of the names of its files.")
     target: str = option("en", "Into what.")
-    attention: Literal["softmax", "sparsemax", "entmax", "fusedmax", "oscarmax", "csparsemax"] = (
-        option("softmax", "From scores to weights; csparsemax: with fertilities.")
+    attention: Literal[
+        "softmax", "sparsemax", "entmax", "fusedmax", "oscarmax", "csparsemax", "uniform", "random"
+    ] = option(
+        "softmax",
+        "From scores to weights; csparsemax: with fertilities; uniform and random do not look.",
     )
     alpha: float = option(1.5, "Of entmax attention: from 1, softmax, to 2, sparsemax.")
     strength: float = option(0.1, "Of fusedmax and oscarmax: how much weights are made equal.")
