@@ -51,7 +51,7 @@ test-all: lint $(VENV)/.extra-browser
 	@command -v chromium > /dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq \
 		&& apt-get install -y -qq --no-install-recommends chromium; } \
 		|| echo "There is no chromium, so the browser tests will be skipped"
-	$(BIN)/pytest -n $(JOBS)
+	$(BIN)/pytest -n $(JOBS) --dist worksteal
 
 coverage: $(VENV)/.extra-test
 	$(BIN)/python tests/measure_coverage.py --jobs $(JOBS) --out $(VENV)/coverage

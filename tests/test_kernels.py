@@ -485,7 +485,7 @@ def check_chain_nan(where: int, omega: sx.Smoothing, **how) -> None:
     assert bool(chain.max_marginals()[1, where % length, where % how["c"]].isnan()), "max_marginals"
 
 
-@CASES
+@pytest.mark.parametrize("cases", [50, pytest.param(1_000, marks=pytest.mark.slow)])
 def test_chain_nan(cases: int) -> None:
     for_all(cases, check_chain_nan, where=st.integers(0, 100), omega=omegas, **chains)
 

@@ -116,19 +116,15 @@ class _Face:
         z = self.ask(items, scores)
         worse = self.best[items, None] - dot(self.gradient[items, None], z)
         fits = worse <= self.slack[items, None]
-        size = OUTSIDE * (1 + z[..., :width].square().sum(-1))
+        least = OUTSIDE * (1 + z[..., :width].square().sum(-1))
         new = outside(outside(z - self.first[items, None]))
-        for j in range(2 * count):
-            e = new[:, j]
-            length = e[:, :width].square().sum(-1)
-            joins = fits[:, j] & (length > size[:, j])
-            e = torch.where(joins[:, None], e / length.sqrt()[:, None], 0.0)
-            new[:, j] = e
-            later = new[:, j + 1 :]
-            later -= (later[..., :width] @ e[:, :width, None]) * e[:, None]
-        most = int(new.any(-1).sum(-1).amax())
-        order = new.any(-1).long().argsort(dim=-1, descending=True, stable=True)[:, :most, None]
-        return new.gather(1, order.expand(-1, -1, new.shape[-1]))
+        own = new[..., :width] * fits[..., None]
+        # squared lengths along the axes of what is new
+        size, basis = torch.linalg.eigh(own @ own.mT)
+        joins = size > least.amax(-1, keepdim=True)
+        scale = torch.where(joins, size, torch.inf).rsqrt()
+        found = (basis * scale[:, None] * fits[..., None]).mT @ new
+        return found.flip(1)[:, : int(joins.sum(-1).amax())]
 
     def ask(self, items: Tensor, scores: Tensor) -> Tensor:
         """Best structures at scores ``(b, R, D)``."""
