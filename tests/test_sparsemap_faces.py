@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 import structmax as sx
-from structmax.sparse import completion
+from structmax.sparse import completion, cpu
+from structmax.sparse.linear_cpu import Face
+from structmax.sparse.solve import _StructureOracle
 
 Make = Callable[..., Any]
 nan, inf = math.nan, math.inf
@@ -73,13 +75,62 @@ def test_derivatives_of_large_faces(name: str, penalize: str) -> None:
 
 def test_it_is_the_completion_that_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the cases above are too easy."""
+    solve = cpu.solve
     monkeypatch.setattr(completion, "complete", lambda *_: None)
+    monkeypatch.setattr(cpu, "solve", lambda *given: solve(*given[:-1], complete=False))
     wrong = set()
     for name, (make, shape, other, spread) in CASES.items():
         more = [flat(other, spread, 1)] if other else []
         found = gap(lambda x, m=make, o=more: m(x, *o).sparsemap().marginals, flat(shape, spread))
         wrong |= {name} if found > 1e-2 else set()
     assert wrong == set(CASES)
+
+
+def tied(scores: Tensor) -> Any:
+    return sx.DependencyTree((8 * scores).round() / 8)
+
+
+def without_tags(scores: Tensor, transition: Tensor) -> Any:
+    some = torch.arange(scores[0].numel()).reshape(scores.shape[1:]) % 11 == 3
+    return sx.LinearChain(torch.where(some, -inf, scores), transition, lengths=[25, 30])
+
+
+COMPILED: dict[str, tuple[Make, tuple[int, ...], tuple[int, ...], float]] = {
+    **CASES,
+    "tied trees": (tied, (3, 19, 19), (), 0.5),
+    "labelled trees": (sx.DependencyTree, (2, 10, 10, 3), (), 0.2),
+    "projective trees": (lambda x: sx.DependencyTree(x, projective=True), (2, 22, 22), (), 0.02),
+    "ragged tags without some": (without_tags, (2, 30, 8), (8, 8), 0.05),
+    "matchings, not square": (sx.Assignment, (2, 10, 14), (), 0.1),
+    "subsets of any size": (lambda x: sx.KSubset(x, (10, 30)), (2, 60), (), 0.2),
+    "binary trees": (sx.BinaryTree, (2, 22, 22), (), 0.02),
+    "grammars": (lambda x, y: sx.PCFG(y[0, 0, :3], y, x), (2, 9, 3), (3, 6, 6), 0.1),
+}
+
+
+@pytest.mark.parametrize("penalize", ["primary", "all"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled(name: str, penalize: str) -> None:
+    """The compiled completion spans the face that the one in torch does."""
+    make, shape, other, spread = COMPILED[name]
+    structure = make(flat(shape, spread), *([flat(other, spread, 1)] if other else []))
+    penalize = "primary" if structure._silent else penalize
+    found = cpu.solve(structure, penalize, 1000, 1e-10, None, True)
+    assert found is not None and isinstance(found.face, Face)
+    parts, items = structure._parts(), structure.batch_shape.numel()
+    theta = torch.cat([p.reshape(items, -1) for p in parts], -1)
+    width = theta.shape[1] if penalize == "all" else structure.event_shape.numel()
+    by_torch = completion.complete(_StructureOracle(structure), theta, found, width, True)
+    ours = found.face.more()
+    if ours is None or by_torch is None:  # all is shown already
+        assert ours is by_torch and (name, penalize) == ("grammars", "primary")
+        return
+    assert ours[0].tolist() == by_torch[0].tolist()
+    hulls = [(rows.mT @ rows)[:, :width, :width] for _, rows in (ours, by_torch)]
+    torch.testing.assert_close(*hulls, rtol=0, atol=1e-8)
+    x = torch.randn_like(theta)
+    product = (ours[1].mT @ (ours[1] @ x[ours[0], :, None])).squeeze(-1)
+    torch.testing.assert_close(found.face.times("hull", x)[ours[0]], product, rtol=0, atol=1e-8)
 
 
 def test_a_users_oracle() -> None:

@@ -28,20 +28,22 @@ SINGULAR = 1e-9  # a structure whose distance² to the affine hull is less, rela
 ZERO = 1e-12  # a weight below this is none
 EPS = 2.0**-52
 
-STEPS, SIZE, ALIGNED = range(3)  # of State.counts
-GAP, TAU, SHIFT, LAST = range(4)  # of State.levels
+STEPS, SIZE, ALIGNED, ACTIVE, MISSES, RANDOM = range(6)  # of State.counts
+GAP, TAU, SHIFT, LAST, SLACK, EPSILON = range(6)  # of State.levels
 
 
 class State(NamedTuple):
     """The support of one item. K is room, of which ``counts[SIZE]`` is in use."""
 
-    counts: Any  # how often the oracle was asked, how many structures are active, whether aligned
+    counts: Any  # how often the oracle was asked, how many structures are in the support, whether
+    # aligned; the others are of ``completion_cpu``: how many are active, 0 until this is settled
     levels: Any  # gap; mean score under ∇; score of the first structure, to which all others are
-    # relative; score of the structure that was last found
+    # relative; score of the structure that was last found; two of ``completion_cpu``
     theta: Any  # (D) scores of all parts
     mu: Any  # (penalised) Mp
     g: Any  # (D) the gradient: θ − μ where penalised, else θ
     used: Any  # (D) of the structure that joins, how often it has each part; else 0
+    r: Any  # (penalised) of ``completion_cpu``: a direction at right angles to the support
     slot: Any  # (K) the row of each active structure, then the free rows
     rows: Any  # (K, W) parts of structures, the penalised ones first
     sizes: Any  # (K, 3) how many parts; of them penalised; squared norm of those
@@ -58,12 +60,13 @@ P, C, X, Y, Q, H, ONE_OVER, ROOM = range(8)
 def new_state(parts: int, penalised: int, width: int, room: int) -> Any:
     width = -(-width // LANES) * LANES
     return State(
-        np.zeros(3, np.int64),
-        np.zeros(4),
+        np.zeros(6, np.int64),
+        np.zeros(6),
         np.empty(parts),
         np.empty(penalised),
         np.empty(parts),
         np.zeros(parts),
+        np.empty(penalised),
         np.arange(room),
         np.zeros((room, width), np.uint32),
         np.empty((room, 3), np.int32),
@@ -73,12 +76,21 @@ def new_state(parts: int, penalised: int, width: int, room: int) -> Any:
 
 
 @kernel(inner=True)
-def _grown(s: Any) -> Any:
+def is_full(s: Any) -> bool:
+    """Whether no row is free, which every step needs.
+
+    (A step does not make room itself: to give back a state, with all its arrays, takes its time.)
+    """
+    return bool(s.counts[SIZE] == s.rows.shape[0])
+
+
+@kernel(inner=True)
+def grown(s: Any) -> Any:
     """The same state with twice the room."""
     room, width = s.rows.shape
     new = new_state(s.theta.shape[0], s.mu.shape[0], width, 2 * room)
     new.counts[:], new.levels[:] = s.counts, s.levels
-    new.theta[:], new.mu[:], new.g[:] = s.theta, s.mu, s.g
+    new.theta[:], new.mu[:], new.g[:], new.r[:] = s.theta, s.mu, s.g, s.r
     new.slot[:room], new.rows[:room], new.sizes[:room] = s.slot, s.rows, s.sizes
     for i in range(room):
         new.U[i, i:room] = s.U[i, i:]
@@ -89,7 +101,7 @@ def _grown(s: Any) -> Any:
 @kernel(inner=True)
 def begin(s: Any, theta: Any) -> None:
     """An empty support for scores θ."""
-    s.counts[STEPS] = s.counts[SIZE] = 0
+    s.counts[STEPS] = s.counts[SIZE] = s.counts[ACTIVE] = 0
     s.levels[:] = 0.0
     s.theta[:], s.g[:] = theta, theta
     s.mu[:] = 0.0
@@ -392,16 +404,21 @@ def _tolerance(s: Any, score: float, tol: float) -> float:
 
 
 @kernel(inner=True)
-def _refine(s: Any) -> None:
+def times_face(s: Any, b: Any) -> None:
+    """b becomes Qb, where Q = A⁻¹ − A⁻¹11ᵀA⁻¹/1ᵀA⁻¹1 and A = UᵀU."""
+    ones = s.vectors[Y, : len(b)]
+    _solve_transposed(s, b)
+    _subtract(_dot(b, ones) / _dot(ones, ones), ones, b)
+    _solve(s, b)
+
+
+@kernel(inner=True)
+def refine(s: Any) -> None:
     """One step of iterative refinement: what rounding left of the conditions is solved for."""
     k, v = s.counts[SIZE], s.vectors
     for i in range(k):
         v[Q, i] = _excess(s, s.slot[i], v[C, i])
-    _solve_transposed(s, v[Q, :k])
-    shift = _dot(v[Q, :k], v[Y, :k]) / _dot(v[Y, :k], v[Y, :k])
-    for i in range(k):
-        v[Q, i] -= shift * v[Y, i]
-    _solve(s, v[Q, :k])
+    times_face(s, v[Q, :k])
     for i in range(k):
         if not v[P, i] + v[Q, i] > 0.0:
             return
@@ -413,8 +430,8 @@ def _refine(s: Any) -> None:
 @kernel(inner=True)
 def seed(s: Any, found: Any, length: int, weight: float) -> Any:
     """A structure of an earlier solution joins, if it is allowed and no combination of others."""
-    if s.counts[SIZE] == s.rows.shape[0]:
-        s = _grown(s)
+    if is_full(s):
+        s = grown(s)
     score = _write(s, found, length)
     if not abs(score) < math.inf:
         return s
@@ -439,48 +456,3 @@ def settle_seeds(s: Any) -> None:
         v[P, i] /= total
     _settle(s)
     _spread(s)
-
-
-@kernel(inner=True)
-def absorb(s: Any, found: Any, length: int, max_iter: int, tol: float) -> Any:
-    """One step, given the best structure under the gradient: the state, and whether to go on."""
-    if s.counts[SIZE] == s.rows.shape[0]:
-        s = _grown(s)
-    s.counts[STEPS] += 1
-    score = _write(s, found, length)
-    k = s.counts[SIZE]
-    if k == 0:
-        s.levels[SHIFT] = score
-    score -= s.levels[SHIFT]
-    s.levels[LAST] = score
-    if k > 0:
-        s.levels[GAP] = _excess(s, s.slot[k], score)
-        if s.levels[GAP] <= _tolerance(s, score, tol) or s.counts[STEPS] >= max_iter:
-            return s, False
-        reached = _products(s) > s.sizes[s.slot[k], 2]
-        if reached and _is_active(s):  # all that is left is rounding
-            return s, False
-    weight = 0.0
-    distance, least = _distance(s), SINGULAR * (s.sizes[s.slot[k], 2] + 1.0)
-    if distance <= least:
-        at = s.slot[k]
-        weight = _slide(s, score)
-        if weight < 0.0:
-            return s, False
-        k = s.counts[SIZE]
-        last = k  # leaving has moved the free row back
-        while s.slot[last] != at:
-            last += 1
-        s.slot[last], s.slot[k] = s.slot[k], at
-        distance = max(_distance(s), least)
-    _join(s, score, weight if k > 0 else 1.0, distance)
-    moved = _settle(s)
-    _spread(s)
-    return s, moved or weight > 0.0
-
-
-@kernel(inner=True)
-def finish(s: Any) -> None:
-    """Refines the weights; the gap is that of the structure found last, still in the free row."""
-    _refine(s)
-    s.levels[GAP] = max(_excess(s, s.slot[s.counts[SIZE]], s.levels[LAST]), 0.0)

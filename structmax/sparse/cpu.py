@@ -33,8 +33,12 @@ def solve(
     max_iter: int,
     tol: float,
     init: SparseMAPResult | None,
+    complete: bool = False,
 ) -> Solution | None:
-    """The active-set solution, or None where a structure has no compiled oracle."""
+    """The active-set solution, or None where a structure has no compiled oracle.
+
+    ``complete``: whether the solution's ``face`` is the whole one, which derivatives need.
+    """
     parts = [p.detach() for p in structure._parts()]
     items, batch = structure.batch_shape.numel(), len(structure.batch_shape)
     sizes = [p.shape[batch:].numel() for p in parts]
@@ -47,7 +51,8 @@ def solve(
     run, width, work = oracle
     penalised = sizes[0] if penalize == "primary" else sum(sizes)
     start = _start(init, items, sum(sizes))
-    problem = compiled.Problem(theta.numpy(), penalised, width, *start, max_iter, tol)
+    limits = max_iter, tol, complete
+    problem = compiled.Problem(theta.numpy(), penalised, width, *start, limits)
     chunks: dict[int, compiled.Found] = {}
 
     def task(low: int, high: int) -> None:

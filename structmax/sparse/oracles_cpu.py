@@ -1,7 +1,7 @@
 """The active-set method over items of a batch, with each of the library's oracles.
 
 Each kernel asks its oracle for the best structure under the gradient, as a list of its parts, and
-hands it to ``active_set_cpu.absorb`` until that has enough. Parts are numbered as in the rows of
+hands it to ``completion_cpu.absorb`` until that has enough. Parts are numbered as in the rows of
 ``theta (B, D)``: all parts of the structure, flattened one after the other.
 """
 
@@ -19,19 +19,23 @@ from structmax.oracles.arborescence_cpu import _read, grow_tree, new_gain
 from structmax.oracles.assignment_cpu import _cost, _solve
 from structmax.oracles.lanes_cpu import LANES
 from structmax.sparse.active_set_cpu import (
+    ACTIVE,
     ALIGNED,
     GAP,
+    SHIFT,
     SIZE,
     STEPS,
+    TAU,
     P,
     Y,
-    absorb,
     begin,
-    finish,
+    grown,
+    is_full,
     new_state,
     seed,
     settle_seeds,
 )
+from structmax.sparse.completion_cpu import absorb, goes_on
 from structmax.sparse.viterbi_cpu import best_tags
 
 INF = math.inf
@@ -46,14 +50,16 @@ class Problem(NamedTuple):
     width: int  # the most parts of a structure
     start: Any  # (B, K, D) structures to start from
     weights: Any  # (B, K)
-    max_iter: int
-    tol: float
+    limits: Any  # max_iter, tol, and whether the whole face is looked for
 
 
 class Found(NamedTuple):
-    """The active structures of some items, one after the other."""
+    """The structures of some items, one after the other: the active ones of an item, then others
+    of weight 0 with which they span its face."""
 
     count: Any  # (items) how many are of each
+    active: Any  # (items) how many of these are active
+    value: Any  # (items) the objective
     gap: Any  # (items) NaN where there is no structure
     steps: Any  # (items)
     place: Any  # (N) which slot of the result each has: 0 is that of the largest weight
@@ -79,9 +85,9 @@ def _nothing(problem: Any, items: int) -> Any:
     place, sizes = np.empty(room, np.int64), np.empty(room, np.int64)
     probs, ones, factor = np.empty(room), np.empty(room), np.empty(room * ROOM // 2)
     zeros = np.zeros(items, np.int64)
-    return Found(
-        zeros, np.full(items, np.nan), zeros.copy(), place, rows, sizes, probs, ones, factor
-    )
+    none = np.full(items, np.nan)
+    counts = zeros, zeros.copy(), none, none.copy(), zeros.copy()
+    return Found(*counts, place, rows, sizes, probs, ones, factor)
 
 
 @kernel(inner=True)
@@ -115,10 +121,11 @@ def _longer(x: Any, needed: int) -> Any:
 @kernel(inner=True)
 def _close(s: Any, out: Any, item: int, at: Any) -> Any:
     """Copies the support of an item into ``out``; returns it and where the next one goes."""
-    finish(s)
     k, (row, entry) = s.counts[SIZE], at
     out = Found(
         out.count,
+        out.active,
+        out.value,
         out.gap,
         out.steps,
         _longer(out.place, row + k),
@@ -136,7 +143,9 @@ def _close(s: Any, out: Any, item: int, at: Any) -> Any:
         out.probs[row + v], out.ones[row + v] = s.vectors[P, v], s.vectors[Y, v]
         out.factor[entry : entry + k - v] = s.U[v, v:k]
         entry += k - v
-    out.count[item], out.gap[item], out.steps[item] = k, s.levels[GAP], s.counts[STEPS]
+    out.count[item], out.active[item] = k, s.counts[ACTIVE]
+    out.value[item] = s.levels[TAU] + s.levels[SHIFT] + (s.mu * s.mu).sum() / 2
+    out.gap[item], out.steps[item] = s.levels[GAP], s.counts[STEPS]
     return out, (row + k, entry)
 
 
@@ -150,6 +159,8 @@ def _trimmed(out: Any, at: Any) -> Any:
     row, entry = at
     return (
         out.count,
+        out.active,
+        out.value,
         out.gap,
         out.steps,
         out.place[:row],
@@ -187,6 +198,7 @@ def chains(low: int, high: int, problem: Any, lengths: Any, shape: Any) -> Any:
     longest, c, steps = shape
     aligned = steps > 1 or problem.penalised <= longest * c
     s, out, at = _start(problem, aligned), _nothing(problem, high - low), (0, 0)
+    limits = problem.limits
     wide = -(-c // LANES) * LANES
     T, A = np.full((steps, c, wide), -INF), np.full((longest, wide), -INF)
     back, M = T.copy(), A.copy()
@@ -206,7 +218,9 @@ def chains(low: int, high: int, problem: Any, lengths: Any, shape: Any) -> Any:
                 _transitions(s.g[first : first + used * c * c], T, back)
             if not best_tags(s.g, n, c, first, T, back, A, M, found) > -INF:
                 break
-            s, go_on = absorb(s, found, 2 * n - 1, problem.max_iter, problem.tol)
+            if is_full(s):
+                s = grown(s)
+            go_on = absorb(s, found, 2 * n - 1, limits) or goes_on(s, limits)
         if not go_on:
             out, at = _close(s, out, b - low, at)
     return _trimmed(out, at)
@@ -231,6 +245,7 @@ def arborescences(
     """Trees below node 0: parts (s, s, labels), [head, modifier]; ``both``: each arc either way."""
     size, _, labels = shape
     s, out, at = _start(problem, not both), _nothing(problem, high - low), (0, 0)
+    limits = problem.limits
     S, label = new_gain(size), np.zeros((size, size), np.int64)
     ints = np.empty((size, size), np.int64)
     big, heads = np.empty((8, 2 * size), np.int64), np.zeros(size, np.int64)
@@ -255,7 +270,9 @@ def arborescences(
                 if both:
                     found[length] = i * size + h
                     length += 1
-            s, go_on = absorb(s, found, length, problem.max_iter, problem.tol)
+            if is_full(s):
+                s = grown(s)
+            go_on = absorb(s, found, length, limits) or goes_on(s, limits)
         if not go_on:
             out, at = _close(s, out, b - low, at)
     return _trimmed(out, at)
@@ -266,6 +283,7 @@ def assignments(low: int, high: int, problem: Any, rows: Any, columns: Any, shap
     """Matchings: parts (n, m)."""
     most, width = shape
     s, out, at = _start(problem, True), _nothing(problem, high - low), (0, 0)
+    limits = problem.limits
     found, none = np.empty(problem.width, np.int64), np.zeros(max(most, width), np.bool_)
     for b in range(low, high):
         n, m = rows[b], columns[b]
@@ -277,7 +295,9 @@ def assignments(low: int, high: int, problem: Any, rows: Any, columns: Any, shap
                 break
             for i in range(len(column)):
                 found[i] = i * width + column[i] if n <= m else column[i] * width + i
-            s, go_on = absorb(s, found, len(column), problem.max_iter, problem.tol)
+            if is_full(s):
+                s = grown(s)
+            go_on = absorb(s, found, len(column), limits) or goes_on(s, limits)
         if not go_on:
             out, at = _close(s, out, b - low, at)
     return _trimmed(out, at)
@@ -288,6 +308,7 @@ def subsets(low: int, high: int, problem: Any, lengths: Any, most_of_all: int, k
     """Subsets of bounded size: parts are taking each element, then leaving each."""
     least, most = k
     s, out, at = _start(problem, False), _nothing(problem, high - low), (0, 0)
+    limits = problem.limits
     found, gain = np.empty(problem.width, np.int64), np.empty(most_of_all)
     for b in range(low, high):
         n = lengths[b]
@@ -311,7 +332,9 @@ def subsets(low: int, high: int, problem: Any, lengths: Any, most_of_all: int, k
                 i = order[r]
                 taken = r < least or (r < most and gain[i] < 0.0)
                 found[r] = i if taken else most_of_all + i
-            s, go_on = absorb(s, found, n, problem.max_iter, problem.tol)
+            if is_full(s):
+                s = grown(s)
+            go_on = absorb(s, found, n, limits) or goes_on(s, limits)
         if not go_on:
             out, at = _close(s, out, b - low, at)
     return _trimmed(out, at)
@@ -322,6 +345,7 @@ def grammars(low: int, high: int, problem: Any, lengths: Any, shape: Any) -> Any
     """Labelled trees: parts (n, n, S), then root symbols (N), then rules (N, S, S)."""
     n, S, N = shape
     s, out, at = _start(problem, False), _nothing(problem, high - low), (0, 0)
+    limits = problem.limits
     found, todo = np.empty(problem.width, np.int64), np.empty((n + 1, 3), np.int64)
     chart, leaf = np.empty((n, n, N)), np.empty((n, S - N))
     room = np.empty((N, S * S)), np.empty(S * S)
@@ -335,7 +359,9 @@ def grammars(low: int, high: int, problem: Any, lengths: Any, shape: Any) -> Any
             if not abs(fill_chart(spans, root, rules, lengths[b], chart, leaf, *room)) < INF:
                 break
             length = best_parts(chart, leaf, root, rules, lengths[b], todo, found)
-            s, go_on = absorb(s, found, length, problem.max_iter, problem.tol)
+            if is_full(s):
+                s = grown(s)
+            go_on = absorb(s, found, length, limits) or goes_on(s, limits)
         if not go_on:
             out, at = _close(s, out, b - low, at)
     return _trimmed(out, at)
@@ -374,6 +400,7 @@ def forests(
     the structure each part of the forest stands for, −1 if none."""
     ptr, tail1, tail2, edge_part, node_part, runs = lists
     s, out, at = _start(problem, False), _nothing(problem, high - low), (0, 0)
+    limits = problem.limits
     nodes, parts = len(node_part), packed.shape[1]
     V, back = np.empty(nodes + 1), np.empty(nodes, np.int64)
     S, stack = np.zeros(parts + 1), np.empty(longest + 2, np.int64)
@@ -385,7 +412,8 @@ def forests(
         while go_on:
             for j in range(parts):
                 if 0 <= source[b, j] < problem.penalised:
-                    S[j] = packed[b, j] - s.mu[source[b, j]]
+                    x = s.g[source[b, j]]
+                    S[j] = x if x == x else packed[b, j]  # what is not used may be NaN
             value = _best_derivation(S, goals[b], *lists, V, back)
             if not abs(value) < INF:
                 break
@@ -404,7 +432,9 @@ def forests(
                     if tail < nodes:
                         stack[top] = tail
                         top += 1
-            s, go_on = absorb(s, found, length, problem.max_iter, problem.tol)
+            if is_full(s):
+                s = grown(s)
+            go_on = absorb(s, found, length, limits) or goes_on(s, limits)
         if not go_on:
             out, at = _close(s, out, b - low, at)
     return _trimmed(out, at)

@@ -35,9 +35,9 @@ class Solution(NamedTuple):
     """(MᵀM + 11ᵀ)⁻¹ for the penalised counts M of the active structures, ``(B, K, K)``, 0 in unused
     slots: what derivatives need, if the solver has it."""
     face: Any = None
-    """The same as lists of parts and a factor (``linear_cpu.Face``), where the solver is compiled;
-    vertices and edges are then in the dtype of the structure, since nothing is computed from them.
-    """
+    """The same of the whole face, as lists of parts and a factor (``linear_cpu.Face``), where the
+    solver is compiled; vertices and edges are then in the dtype of the structure, since nothing is
+    computed from them."""
     items: Tensor | None = None
     """Items ``(b)`` whose face has more directions than the active structures show."""
     rows: Tensor | None = None

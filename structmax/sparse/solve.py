@@ -60,8 +60,8 @@ def sparsemap(
 
     def run(*plain: Tensor) -> Solution:
         same = structure._rebuild(**dict(zip(tensors, plain, strict=True))) if plain else structure
-        solution = _solve(same, method, max_iter, tol, init, penalize)
-        if not watched or method != "active-set":
+        solution = _solve(same, method, max_iter, tol, init, penalize, watched)
+        if not watched or method != "active-set" or solution.face is not None:
             return solution
         theta = torch.cat(_flat(same._parts(), batch), -1)
         width = theta.shape[-1] if penalize == "all" else structure.event_shape.numel()
@@ -193,13 +193,16 @@ def _solve(
     tol: float,
     init: SparseMAPResult | None,
     penalize: str,
+    complete: bool = False,
 ) -> Solution:
+    """``complete``: whether the compiled solver is to find the whole face."""
     parts, batch = structure._parts(), structure.batch_shape
     on_cpu = parts[0].device.type == "cpu" and backend_for(parts[0]) == "cpu"
     if method == "active-set" and on_cpu and batch.numel():
         from structmax.sparse import cpu
 
-        if (found := cpu.solve(structure, penalize, max_iter, tol, init)) is not None:
+        found = cpu.solve(structure, penalize, max_iter, tol, init, complete)
+        if found is not None:
             return found
     theta = torch.cat(_flat(parts, batch), -1)
     primary = structure.event_shape.numel()
@@ -339,7 +342,8 @@ def _untracked(run: Callable[..., Solution], tensors: Sequence[Tensor]) -> Solut
         names: list[str] = []
 
         def known(*plain: Tensor) -> tuple[Tensor, ...]:
-            found = {k: t for k, t in run(*plain)._asdict().items() if isinstance(t, Tensor)}
+            solution = _as_tensors(run(*plain))
+            found = {k: t for k, t in solution._asdict().items() if isinstance(t, Tensor)}
             names[:] = found
             return tuple(found.values())
 
@@ -350,9 +354,16 @@ def _untracked(run: Callable[..., Solution], tensors: Sequence[Tensor]) -> Solut
         return run(*[t.detach() for t in tensors]) if forward else run()
 
 
+def _as_tensors(solution: Solution) -> Solution:
+    """The same without the object that a compiled solver gives."""
+    more = None if solution.face is None else solution.face.more()
+    items, rows = (solution.items, solution.rows) if more is None else more
+    return solution._replace(face=None, items=items, rows=rows)
+
+
 # how often an oracle is asked depends on the data; torch.compiler.disable would do the same, but
 # also load the compiler where nobody compiles
-_uncompiled = torch._disable_dynamo(_untracked)
+_uncompiled = torch._disable_dynamo(lambda run, tensors: _as_tensors(_untracked(run, tensors)))
 
 
 class _Answer(NamedTuple):
@@ -380,8 +391,8 @@ def _on_active(
     else, and every derivative, follows from it.
     """
     p = solution.probs
-    if solution.face is not None and not torch.compiler.is_compiling():
-        return _Answer(*solution.face.attach(p, theta, penalize_all))
+    if solution.face is not None:
+        return _Answer(*solution.face.attach(theta))
     vertices, edges = solution.vertices.to(p.dtype), solution.edges.to(p.dtype)
     counts = [vertices, *edges.split([t.shape[-1] for t in theta[1:]], -1)]
     penalised = counts if penalize_all else counts[:1]
