@@ -139,17 +139,23 @@ def _may_be_bad(tensor: Tensor) -> Tensor | bool:
 
 
 def feasible(owner: str, query: str, value: Tensor) -> None:
-    """Every item has a structure: no value is −inf."""
+    """Every item has a structure, of which scores are numbers: no value is −inf or NaN."""
     if not value.numel() or not can_look() or value.amin().item() > -torch.inf:
         return
     none = value == -torch.inf
-    if bool(none.any()):  # and not NaN
+    if bool(none.any()):
         item = tuple(none.nonzero()[0].tolist())
         where = f"item {_show(item)}" if item else "the scores"
         raise ValueError(
             f"{owner}.{query}: {where} allows no structure: every one has a part that is forbidden "
             "(-inf). Forbid less, or drop the item."
         )
+    item = tuple(value.isnan().nonzero()[0].tolist())
+    where = f"item {_show(item)} has" if item else "there is"
+    raise ValueError(
+        f"{owner}.{query}: {where} a score that is NaN or +inf. Look for an overflow or a NaN in "
+        "what computes the scores, or what is added to them."
+    )
 
 
 def room(owner: str, what: str, size: int, device: torch.device | None = None) -> None:

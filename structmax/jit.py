@@ -6,9 +6,13 @@ Imported on first use only, because importing numba takes a while.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
+import re
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -23,6 +27,7 @@ from structmax.threads import run_chunks as run_chunks
 
 # −inf and NaN carry meaning, so the fast-math flags that assume them away stay off.
 FAST = {"reassoc", "contract", "arcp", "nsz"}
+IMPORTED = re.compile(r"^from (structmax[.\w]*) import ([\w, ]*)", re.MULTILINE)
 
 
 def kernel(
@@ -59,11 +64,13 @@ def _with_safe_cache(made: Any) -> Any:
 
     Numba raises what happens to be raised when a file was cut off. Where processes that start
     together compile a kernel for other types at once, both may give their file one name; a kernel
-    for other types would then be called.
+    for other types would then be called. And it looks for changes in the kernel's own file alone:
+    after an update of the package it would go on to use what was compiled from others.
     """
     cache = getattr(made, "_cache", None)
     if cache is None:  # the JIT is off
         return made
+    cache._cache_file._source_stamp = source_stamp(Path(made.py_func.__code__.co_filename))
     load, save = cache.load_overload, cache.save_overload
 
     def load_overload(signature: Any, context: Any) -> Any:
@@ -82,6 +89,33 @@ def _with_safe_cache(made: Any) -> Any:
 
     cache.load_overload, cache.save_overload = load_overload, save_overload
     return made
+
+
+@functools.cache
+def source_stamp(path: Path, root: Path = Path(__file__).parent) -> str:
+    """A hash of a file and of all that it imports, directly or not, of the package at ``root``."""
+    digest, todo, seen = hashlib.sha256(), [path], set()
+    while todo:
+        file = todo.pop()
+        if file not in seen:
+            seen.add(file)
+            text, imported = _source(file, root)
+            digest.update(text)
+            todo += imported
+    return digest.hexdigest()
+
+
+@functools.cache
+def _source(file: Path, root: Path) -> tuple[bytes, list[Path]]:
+    """A file, if it is one, and what it may import."""
+    if not file.is_file():
+        return b"", []
+    text, files = file.read_text(encoding="utf-8"), []
+    for module, names in IMPORTED.findall(text):
+        folder = root.joinpath(*module.split(".")[1:])
+        inside = [folder / f"{name.strip()}.py" for name in names.split(",")]
+        files += [folder.with_suffix(".py"), folder / "__init__.py", *inside]
+    return text.encode(), files
 
 
 def in_python(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -737,3 +737,16 @@ def test_intractable_query_names_what_to_use_instead() -> None:
     assert sx.Choice.supports("marginals") and not Hardly.supports("marginals")
     with pytest.raises(sx.IntractableError, match=r"Hardly.marginals is intractable. Use .topk"):
         Hardly(torch.zeros(3)).marginals()
+
+
+def test_what_is_added_must_be_finite() -> None:
+    """Noise is not looked at before, but what comes of it is."""
+    noise = torch.zeros(2, 4, 4)
+    noise[1, 0, 1] = nan
+    for tree in (sx.DependencyTree(torch.zeros(2, 4, 4)), sx.SpanningTree(torch.zeros(2, 4, 4))):
+        perturbed = tree.perturb(noise)
+        for query in (perturbed.argmax, perturbed.marginals, perturbed.sample):
+            fails(query, tree._name, "item 1", "NaN or +inf", "what is added")
+        best = perturbed.topk(2)
+        assert best.scores[1].isnan().tolist() == [True, False] and not best.exists[1].any()
+        assert best.exists[0].all()

@@ -20,6 +20,7 @@ pytest.importorskip("typer")
 pytest.importorskip("safetensors")
 
 import structmax as sx
+from structmax import jit
 from structmax.cli import main
 from structmax.jit import kernel
 from structmax.train import Trainer, UserError, checkpoint, tasks
@@ -303,6 +304,38 @@ def test_a_kernel_for_other_types_is_not_called(cache: Path) -> None:
     two.write_bytes(a)
     made = kernel(_twice)
     assert made(3.0) == 6.0 and made(3) == 6 and isinstance(made(3), int) and hits(made) == 0
+
+
+def test_a_change_of_what_a_kernel_calls_is_noticed(tmp_path: Path, cache: Path) -> None:
+    """Numba itself looks at the file of the kernel alone."""
+    package = tmp_path / "structmax"
+    (package / "deep").mkdir(parents=True)
+    for name, text in {
+        "kernels": "from structmax.deep.inner import twice\nfrom structmax.deep import other",
+        "deep/inner": "from structmax.constants import (\n    TWO,\n)",
+        "deep/other": "",
+        "constants": "TWO = 2",
+        "unrelated": "",
+    }.items():
+        (package / f"{name}.py").write_text(text)
+
+    def stamp() -> str:
+        jit.source_stamp.cache_clear()
+        jit._source.cache_clear()
+        return jit.source_stamp(package / "kernels.py", package)
+
+    first = stamp()
+    (package / "unrelated.py").write_text("TWO = 3")
+    assert stamp() == first
+    for name in ("constants", "deep/other", "kernels"):
+        before = stamp()
+        (package / f"{name}.py").write_text("TWO = 3")
+        assert stamp() != before, name
+
+    assert kernel(_twice)(3.0) == 6.0
+    again = kernel(_twice)
+    again._cache._cache_file._source_stamp = first  # as if it had been compiled from other files
+    assert again(3.0) == 6.0 and hits(again) == 0
 
 
 def test_a_full_disk_under_the_cache(cache: Path, monkeypatch) -> None:

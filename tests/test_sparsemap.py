@@ -584,3 +584,19 @@ def test_examples_of_the_page() -> None:
     flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     result = doctest.DocTestRunner(optionflags=flags).run(test)
     assert result.attempted > 10 and not result.failed
+
+
+@pytest.mark.parametrize("method", ["active-set", "pairwise"])
+@pytest.mark.parametrize("backend", ["cpu", "naive"])
+def test_what_all_scores_share_costs_no_digits(backend: str, method: str) -> None:
+    torch.manual_seed(0)
+    grid = 2.0**20  # so that sums with it are exact
+    scores = (grid * 0.3 * torch.randn(2, 6, 6, dtype=torch.float64)).round() / grid
+    with sx.backend(backend):
+        one, other = (
+            sx.DependencyTree(scores + shift).sparsemap(method=method) for shift in (0.0, 2.0**24)
+        )
+    tolerance = 1e-12 if method == "active-set" else 1e-3
+    torch.testing.assert_close(other.marginals, one.marginals, rtol=0, atol=tolerance)
+    if method == "active-set":
+        assert other.num_active.tolist() == one.num_active.tolist()

@@ -4,6 +4,7 @@ tolerance: they are those of finite differences all the same."""
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -174,3 +175,40 @@ def test_items_alone_and_in_transforms() -> None:
     torch.testing.assert_close(together, alone)
     both = torch.func.grad(lambda x: (make(x).sparsemap().marginals * v).sum())(theta)
     torch.testing.assert_close(together, both)
+
+
+EQUAL: dict[str, tuple[Make, tuple[int, ...]]] = {
+    "pairs": (lambda x: sx.KSubset(x, 2), (4,)),
+    "trees": (sx.DependencyTree, (5, 5)),
+    "matchings": (sx.Assignment, (4, 4)),
+    "tags": (lambda x: sx.LinearChain(x, torch.zeros(3, 3, dtype=x.dtype)), (4, 3)),
+}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "naive", "gpu"])
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_scores(name: str, backend: str) -> None:
+    """A few structures, of large weights, make the mean; the face is of many more directions."""
+    if backend == "gpu":
+        pytest.importorskip("triton")
+        if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+            pytest.skip("needs a CUDA device, or Triton's interpreter")
+    make, shape = EQUAL[name]
+    device = "cuda" if backend == "gpu" and torch.cuda.is_available() else "cpu"
+    at = torch.zeros(shape, dtype=torch.float64, device=device)
+    mu = lambda t: make(t).sparsemap().marginals  # noqa: E731
+    with sx.backend(backend):
+        slope = torch.autograd.functional.jacobian(mu, at).reshape(at.numel(), -1)
+        step = 1e-3 * torch.eye(at.numel(), dtype=at.dtype, device=device)
+        moves = [
+            (mu(at + h.reshape(shape)) - mu(at - h.reshape(shape))).flatten() / 2e-3 for h in step
+        ]
+    torch.testing.assert_close(slope, torch.stack(moves, 1), rtol=0, atol=1e-8)
+
+
+def test_equal_scores_of_a_users_oracle() -> None:
+    pairs = lambda x: torch.zeros_like(x).scatter(-1, x.topk(2).indices, 1.0)  # noqa: E731
+    mu = lambda t: sx.sparsemap_oracle(pairs, t[None]).marginals[0]  # noqa: E731
+    slope = torch.autograd.functional.jacobian(mu, torch.zeros(4, dtype=torch.float64))
+    expected = torch.eye(4, dtype=torch.float64) - 0.25
+    torch.testing.assert_close(slope, expected, rtol=0, atol=1e-10)

@@ -146,3 +146,14 @@ def test_larger_batches_on_the_device(kind: str) -> None:
     for a, b in zip(ours[2:], other[2:], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
     assert bool((result.gap < 1e-8).all())
+
+
+def test_what_all_scores_share_costs_no_digits() -> None:
+    torch.manual_seed(0)
+    grid = 2.0**20  # so that sums with it are exact
+    scores = (grid * 0.3 * torch.randn(2, 6, 6, dtype=torch.float64)).round() / grid
+    expected = sx.DependencyTree(scores).sparsemap()
+    with sx.backend("gpu"):
+        found = sx.DependencyTree((scores + 2.0**24).to(DEVICE)).sparsemap()
+    torch.testing.assert_close(found.marginals.cpu(), expected.marginals, rtol=0, atol=1e-12)
+    assert found.num_active.tolist() == expected.num_active.tolist()

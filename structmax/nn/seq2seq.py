@@ -68,8 +68,12 @@ class Seq2Seq(nn.Module):
         **map_options: float,
     ) -> None:
         super().__init__()
-        if map not in BLIND or map_options:
+        if map not in BLIND:
             find_map("Seq2Seq", map, map_options, later=("upper",))
+        elif map_options:
+            raise ValueError(
+                f'Seq2Seq: map="{map}" takes no options, got {", ".join(map_options)}.'
+            )
         self.map, self.fertility, self.map_options = map, fertility, map_options
         self.start, self.end = start, end
         self.source = nn.Embedding(source, hidden_size, padding_idx=0)
@@ -147,8 +151,8 @@ class Seq2Seq(nn.Module):
             draw = torch.rand if self.map == "random" else torch.ones
             size = *states.shape[:2], memory.keys.shape[1]
             drawn = torch.where(memory.inside, draw(size, device=states.device), -1.0)
-            highest = drawn == drawn.amax(-1, keepdim=True)
-            weights = (highest / highest.sum(-1, keepdim=True)).to(states)
+            highest = (drawn == drawn.amax(-1, keepdim=True)).to(states)
+            weights = highest / highest.sum(-1, keepdim=True)
             return weights @ memory.values, weights, None
         options: dict[str, Any] = dict(self.map_options)
         if left is not None:

@@ -132,6 +132,7 @@ def kbest(theta: Tensor, lengths: Tensor, single: bool, k: int) -> tuple[Tensor,
     for item, n in enumerate(lengths.tolist()):
         allowed = theta[item].double()
         value, choice = piece(allowed, n)
+        values[item, 0] = value if value != value else -math.inf
         heap = [(-value, 0, choice, allowed)] if value > -math.inf else []
         pieces, rank = 1, 0
         while heap and rank < k:

@@ -230,6 +230,7 @@ def _kbest_items(
     for item in range(low, high):
         n = lengths[item]
         if not _read(theta[item], n, best, label):
+            value[item, 0] = math.nan
             continue
         space = 1 + k * n
         # a subset of trees: words below ``fixed`` have the choices of its best tree, and word

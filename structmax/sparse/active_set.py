@@ -144,7 +144,7 @@ class Face(Support):
     def start(self, counts: Tensor, weights: Tensor) -> None:
         """Takes over what is allowed and affinely independent of a distribution (see ``solve``)."""
         counts, weights = counts[self.items], weights[self.items]
-        scores = dot(self.theta[:, None], counts)
+        scores = dot(self.theta[:, None], counts) - self.shift[:, None]
         allowed = scores > -torch.inf
         weights, scores = (torch.where(allowed, t, 0.0) for t in (weights, scores))
         self.p[:, 0] = torch.where(self.same(counts[:, 0])[:, 0], weights[:, 0], 0.0)

@@ -66,9 +66,9 @@ class Face(active_set.Face):
         with torch.cuda.device_of(self.theta):
             _absorb[(b,)](
                 self.p, self.scores, active, done, self.gram, self.inverse,
-                torch.empty_like(self.p), self.used, self.counts, self.theta, mu, z.contiguous(),
-                self.gap, self.calls, parts, self.width, self.tol, self.max_iter, K=K,
-                D=max(16, min(64, 2048 // K)), num_warps=4 if K <= 32 else 8,
+                torch.empty_like(self.p), self.used, self.counts, self.theta, self.shift, mu,
+                z.contiguous(), self.gap, self.calls, parts, self.width, self.tol, self.max_iter,
+                K=K, D=max(16, min(64, 2048 // K)), num_warps=4 if K <= 32 else 8,
             )  # fmt: skip
 
 
@@ -180,7 +180,7 @@ def _look(P, COUNTS, THETA, MU, G, used, parts, width, K: tl.constexpr):
 @quick
 @triton.jit(do_not_specialize=["used"])
 def _absorb(
-    P, C, ACTIVE, DONE, A, W, ROOM, used, COUNTS, THETA, MU, Z, GAP, CALLS,
+    P, C, ACTIVE, DONE, A, W, ROOM, used, COUNTS, THETA, SHIFT, MU, Z, GAP, CALLS,
     parts, width, tol, max_iter, K: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Notes the gap to the structure z that was found; unless that shows that the item is done, z
@@ -221,10 +221,12 @@ def _absorb(
             penalised += tl.sum(tl.where((d < width)[None, :], product, 0.0), 1)
             other += tl.sum(tl.where((d < width)[None, :], 0.0, product), 1)
             own_size += tl.sum(counts * counts, 1)
-        total, size, whole = tl.sum(score, 0), tl.sum(z_z, 0), tl.sum(z_size, 0)
+        shift = tl.load(SHIFT + b)
+        total, size, whole = tl.sum(score, 0) - shift, tl.sum(z_z, 0), tl.sum(z_size, 0)
         gap = total - tl.sum(at_mu, 0) - (tl.sum(p * c, 0) - tl.sum(mu_mu, 0))
         spread = tl.max(tl.where(active, tl.abs(total - c), 0.0), 0)
-        magnitude = tl.maximum(tl.abs(total), tl.max(tl.abs(c), 0))
+        known = tl.where(active, c + shift, 0.0)
+        magnitude = tl.maximum(tl.abs(total + shift), tl.max(tl.abs(known), 0))
         least = tol * (tl.maximum(size, 1.0) + spread) + magnitude * ROUNDING
         same = active & (penalised + other == whole) & (own_size == whole)
         calls = tl.load(CALLS + b) + 1

@@ -6,10 +6,14 @@ tend to fall off geometrically: of a face of many dimensions it meets those abov
 the hull of these is smaller. μ does not notice, but derivatives within the smaller hull would be
 too short, by half for flat scores of trees of 20 words.
 
-So where weights have become very small, the missing structures are looked for: best ones at
-θ − μ + εr, for random directions r at right angles to the hull so far. Those that are as good as
-the active ones at θ − μ itself, up to rounding, and lie outside the hull belong to the face. It is
-complete when no r and −r of a round find one: were it not, almost every r would.
+Nor do scores with ties need many structures: of four equal ones, a pair and the other two make the
+mean of all pairs.
+
+So the missing structures are looked for: best ones at θ − μ + εr, for random directions r at right
+angles to the hull so far. Those that are as good as the active ones at θ − μ itself, up to
+rounding, and lie outside the hull belong to the face. It is complete when no r and −r of a round
+find one: were it not, almost every r would. Where all weights are well above 0, one r is tried
+first.
 
 With rows e of D parts that are orthonormal in the penalised ones and span the directions of the
 face, the Jacobian in all scores is EᵀE: along a move Eᵀa of the counts, ⟨θ, Eᵀa⟩ − ½‖μ + a‖² is
@@ -24,7 +28,7 @@ from torch import Tensor
 from structmax.sparse.result import Solution
 from structmax.sparse.support import Oracle, dot
 
-SMALL = 3e-7  # an item whose weights are all above this has met its whole face
+SMALL = 3e-7  # an item with a weight below this has most likely not met its whole face
 STEP, SLACK = 1e-6, 1e-7  # ε, and how much worse a structure of the face may seem
 OUTSIDE = 1e-8  # a squared distance to the hull, relative to the size, that is more than rounding
 FIRST, MOST = 2, 8  # directions of the first round and of later ones; each with both signs
@@ -42,22 +46,64 @@ def complete(
     """
     vertices, edges, probs = solution.vertices, solution.edges, solution.probs
     least = torch.where(probs > 0, probs, torch.inf).amin(-1)
-    suspects = ((least < SMALL) & ~probs.isnan().any(-1)).nonzero().squeeze(-1)
     size = max(1, ROOM // (8 * probs.shape[1] * theta.shape[1]))
     items, rows = [], []
-    for some in suspects.split(size):
+    for some in (~probs.isnan().any(-1)).nonzero().squeeze(-1).split(size):
         counts = torch.cat([vertices[some].double(), edges[some].double()], -1)
-        face = _Face(oracle.keep(some), theta[some], counts, probs[some], width, at_once)
-        known = face.rows.shape[1]
-        face.complete()
-        more = face.rows[:, known:].any(-1).any(-1)
-        items.append(some[more])
-        rows.append(face.rows[more])
+        inverse = None if solution.inverse is None else solution.inverse[some]
+        more = _shows_more(oracle.keep(some), theta[some], counts, probs[some], inverse, width)
+        suspects = (more | (least[some] < SMALL)).nonzero().squeeze(-1)
+        at = some[suspects]
+        if len(at):
+            face = _Face(oracle.keep(at), theta[at], counts[suspects], probs[at], width, at_once)
+            known = face.rows.shape[1]
+            face.complete()
+            found = face.rows[:, known:].any(-1).any(-1)
+            items.append(at[found])
+            rows.append(face.rows[found])
     if not any(map(len, items)):
         return None
     most = max(r.shape[1] for r in rows)
     padded = [torch.nn.functional.pad(r, (0, 0, 0, most - r.shape[1])) for r in rows]
     return torch.cat(items), torch.cat(padded)
+
+
+def _shows_more(
+    oracle: Oracle, theta: Tensor, counts: Tensor, probs: Tensor, W: Tensor | None, width: int
+) -> Tensor:
+    """Whether one direction shows a structure of an item's face outside the hull, ``(b)``.
+
+    By the inverse W of A = MᵀM + 11ᵀ, which most solvers have: x − MQMᵀx is at right angles to the
+    hull, and the squared distance of z from it is that of (z, 1) from the span of (M; 1ᵀ).
+    """
+    active, own = (probs > 0).to(theta.dtype), counts[..., :width]
+    if W is None:
+        inside = (active[:, :, None] * active[:, None]) > 0
+        one = torch.eye(probs.shape[1], dtype=theta.dtype, device=theta.device)
+        factor, _ = torch.linalg.cholesky_ex(torch.where(inside, own @ own.mT + 1, one))
+        W = torch.where(inside, torch.cholesky_inverse(factor), 0.0)
+    mu = (probs[:, None] @ counts).squeeze(1)
+    gradient = theta.clone()
+    gradient[:, :width] -= mu[:, :width]
+    known = gradient.abs() < torch.inf
+    size = torch.where(known, gradient, 0.0).abs().amax(-1)
+    random = torch.Generator(theta.device).manual_seed(1)
+    x = torch.zeros_like(theta[:, :width]).normal_(generator=random).mul_(known[:, :width])
+    w = W @ active[..., None]
+    y = W @ (own @ x[..., None])
+    y = y - w * (y.sum(1, keepdim=True) / w.sum(1, keepdim=True))
+    r = (x - (y.mT @ own).squeeze(1)) * known[:, :width]
+    found = torch.zeros_like(size, dtype=torch.bool)
+    for sign in (1.0, -1.0):
+        scores = gradient.clone()
+        scores[:, :width] += sign * (STEP + 1e-9 * size)[:, None] * r
+        z = oracle(scores)[1]
+        worse = dot(gradient, mu) - dot(gradient, z)
+        length = z[:, :width].square().sum(-1) + 1
+        b = (own @ z[:, :width, None] + 1) * active[..., None]
+        apart = length - (b.mT @ (W @ b)).squeeze((1, 2))
+        found |= (worse <= SLACK + 1e-10 * size) & (apart > OUTSIDE * length)
+    return found
 
 
 class _Face:

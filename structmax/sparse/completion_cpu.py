@@ -95,10 +95,9 @@ def goes_on(s: Any, limits: Any) -> bool:
     refine(s)
     s.levels[GAP] = max(_excess(s, s.slot[s.counts[SIZE]], s.levels[LAST]), 0.0)
     s.counts[ACTIVE] = s.counts[SIZE]
-    if not (limits[2] and _is_suspect(s)):
-        return False
-    _start(s)
-    return True
+    if limits[2]:
+        _start(s)
+    return limits[2]
 
 
 @kernel(inner=True)
@@ -116,7 +115,8 @@ def _start(s: Any) -> None:
         if abs(s.g[i]) < math.inf:
             size = max(size, abs(s.g[i]))
     s.levels[EPSILON], s.levels[SLACK] = MOVE + 1e-9 * size, WORSE + 1e-10 * size
-    s.counts[MISSES], s.counts[RANDOM] = 0, FACTOR
+    # one direction will do, but for rounding, unless something is found
+    s.counts[MISSES], s.counts[RANDOM] = 0 if _is_suspect(s) else ENOUGH - 2, FACTOR
     _turn(s)
     _look_along(s, s.levels[EPSILON])
 

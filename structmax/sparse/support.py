@@ -25,7 +25,8 @@ class Support:
     """Slots with the active structures of b items: counts, scores and weights.
 
     What an inactive slot holds does not matter, but its weight is 0. Every item keeps a free slot,
-    so that a new structure can be written for all items and made active for some of them.
+    so that a new structure can be written for all items and made active for some of them. Scores
+    are relative to that of the first structure found, ``shift``: what all share would cost digits.
 
     Of the D parts the first ``width`` are penalised: the objective is cᵀp − ½‖Mp‖², c the scores of
     the structures and M their counts of these parts.
@@ -34,6 +35,7 @@ class Support:
     per_item: tuple[str, ...] = (
         "items",
         "theta",
+        "shift",
         "counts",
         "scores",
         "p",
@@ -54,7 +56,7 @@ class Support:
         self.counts = theta.new_zeros(*shape, parts)
         self.scores, self.p = theta.new_zeros(shape), theta.new_zeros(shape)
         self.active = torch.zeros(shape, dtype=torch.bool, device=theta.device)
-        self.counts[:, 0], self.scores[:, 0] = first, dot(theta, first)
+        self.counts[:, 0], self.shift = first, dot(theta, first)
         self.active[:, 0], self.p[:, 0] = True, 1.0
         self.gap = torch.full_like(value, torch.inf, dtype=theta.dtype)
         self.calls = torch.ones_like(self.items)
@@ -96,7 +98,7 @@ class Support:
         gradient = self.theta.clone()
         gradient[:, : self.width] -= mu
         _, z = self.oracle(gradient)
-        score = dot(self.theta, z)
+        score = dot(self.theta, z) - self.shift
         own = z[:, : self.width]
         here = (self.p * self.scores).sum(-1) - (mu * mu).sum(-1)
         gap = score - (mu * own).sum(-1) - here
@@ -109,13 +111,14 @@ class Support:
         """tol times how much structures differ, and what rounding does to their scores."""
         size = (own * own).sum(-1).clamp(min=1)
         spread = torch.where(self.active, score[:, None] - self.scores, 0.0).abs().amax(-1)
-        magnitude = torch.maximum(score.abs(), self.scores.abs().amax(-1))
+        known = torch.where(self.active, self.scores + self.shift[:, None], 0.0)
+        magnitude = torch.maximum((score + self.shift).abs(), known.abs().amax(-1))
         return self.tol * (size + spread) + 16 * torch.finfo(score.dtype).eps * magnitude
 
     def take_over(self, counts: Tensor, weights: Tensor) -> None:
         """Starts from what is allowed of a distribution ``(B, K, D)``, ``(B, K)``."""
         counts, weights = counts[self.items], weights[self.items]
-        scores = dot(self.theta[:, None], counts)
+        scores = dot(self.theta[:, None], counts) - self.shift[:, None]
         allowed = scores > -torch.inf
         weights, scores = (torch.where(allowed, t, 0.0) for t in (weights, scores))
         good = weights.sum(-1, keepdim=True) > 0

@@ -31,6 +31,9 @@ Row = np.uint64
 ONE, TWO = Row(1), Row(2)
 BLOCK = Row(8)
 Code = tuple[float, float, float]
+FAR = 300.0  # scores of more are not exponentiated
+LEAST, MOST = 1e-200, 1e200  # of a diagonal's exponentials, so that their products are numbers
+LARGE, TINY = 2.0**100, 1e-290
 
 
 @kernel(inner=True)
@@ -122,8 +125,86 @@ def positive(x):
 
 
 @kernel(fused=True, inner=True)
+def up_scaled(gamma, theta, rows, columns, band, E, X, W, Q):
+    """As ``up`` under Shannon with E = e^(V/γ) in the place of V: one exp a cell, and no log.
+
+    Diagonals that become large or small are multiplied by a power of two. NaN if float64 does not
+    reach from the least to the largest of a diagonal, or if a score is NaN.
+    """
+    E[:] = 0.0
+    inverse, exponent = 1.0 / gamma, 0
+    for d in range(rows + columns - 1):
+        low, high = reach(d, rows, columns, band)
+        now, before, last, r, along = d % 3, (d + 1) % 3, (d + 2) % 3, d % Q.shape[1], Row(d)
+        wide = rounded(low, high)
+        for i in range(low, high):
+            X[i] = theta[i, along - i] * inverse
+        far = 0
+        for i in range(low, high):
+            far += 0 if (abs(X[i]) <= FAR) | (X[i] == -INF) else 1
+        if far > 0:
+            return np.nan
+        for i in range(low, wide):
+            X[i] = exp(X[i])
+        for i in range(low, wide):
+            W[i] = E[before, i] + E[last, i] + E[last, i + ONE]
+        if d == 0:
+            W[0] = 1.0
+        for i in range(low, wide):
+            scale = 1 / (W[i] if W[i] != 0 else 1.0)
+            Q[0, r, i] = E[before, i] * scale
+            Q[1, r, i] = E[last, i] * scale
+            Q[2, r, i] = E[last, i + ONE] * scale
+        for i in range(low, wide):
+            E[now, i + ONE] = W[i] * X[i]
+        E[now, low] = E[now, high + ONE] = 0.0
+        large, seen = 0, 0
+        for i in range(low, high):
+            e = W[i] * X[i]
+            large += 1 if e > LARGE else 0
+            seen += 1 if e > 1 / LARGE else 0
+            far += 0 if ((e >= LEAST) & (e <= MOST)) | (W[i] == 0) | (X[i] == 0) else 1
+        if far > 0:
+            return np.nan
+        if large > 0 or seen == 0:
+            k = leading(E[now], low, high)
+            exponent += k
+            factor = math.ldexp(1.0, -k)
+            lost = multiplied(E[now], low, high, factor)
+            lost += multiplied(E[last], *reach(d - 1, rows, columns, band), factor) if d > 0 else 0
+            if lost > 0:
+                return np.nan
+    e = E[(rows + columns - 2) % 3, rows]
+    return gamma * (math.log(e) + exponent * math.log(2.0)) if e > 0 else -INF
+
+
+@kernel(inner=True)
+def leading(row, low, high):
+    """The exponent of the largest number of a diagonal, 0 if there is none."""
+    top = 0.0
+    for i in range(low, high):
+        top = max(top, row[i + ONE])
+    return math.frexp(top)[1]
+
+
+@kernel(inner=True)
+def multiplied(row, low, high, factor):
+    """Multiplies a diagonal by a power of two; how many numbers of it become too small."""
+    lost = 0
+    for i in range(low, high):
+        e = row[i + ONE] * factor
+        lost += 1 if (e < TINY) & (row[i + ONE] > 0) else 0
+        row[i + ONE] = e
+    return lost
+
+
+@kernel(fused=True, inner=True)
 def up(kind, gamma, theta, rows, columns, band, V, peak, W, Q):
     """A of one item, and its backpointers in Q as far as there is room."""
+    if kind == SHANNON:
+        a = up_scaled(gamma, theta, rows, columns, band, V, peak, W, Q)
+        if a == a:
+            return a
     V[:] = -INF
     for d in range(rows + columns - 1):
         low, high = reach(d, rows, columns, band)
