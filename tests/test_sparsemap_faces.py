@@ -212,3 +212,30 @@ def test_equal_scores_of_a_users_oracle() -> None:
     slope = torch.autograd.functional.jacobian(mu, torch.zeros(4, dtype=torch.float64))
     expected = torch.eye(4, dtype=torch.float64) - 0.25
     torch.testing.assert_close(slope, expected, rtol=0, atol=1e-10)
+
+
+def test_losses_look_for_no_face(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their gradient is μ; second derivatives need the face, and have it."""
+    solve, asked = cpu.solve, []
+
+    def watched(*given: Any) -> Any:
+        asked.append(given[-1])
+        return solve(*given)
+
+    monkeypatch.setattr(cpu, "solve", watched)
+    scores = flat((2, 12, 12), 0.05).requires_grad_()
+    heads = torch.arange(11).expand(2, 11)
+    loss = sx.losses.sparsemap(sx.DependencyTree(scores), heads)
+    (slope,) = torch.autograd.grad(loss, scores, retain_graph=True)
+    assert asked == [False]
+    (again,) = torch.autograd.grad(loss, scores, create_graph=True)
+    assert asked == [False, True] and torch.allclose(slope, again, atol=1e-10)
+    v = torch.randn_like(scores)
+    (curve,) = torch.autograd.grad((again * v).sum(), scores)
+
+    def slope_at(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(sx.losses.sparsemap(sx.DependencyTree(x), heads), x)[0]
+
+    change = (slope_at(scores + 1e-5 * v) - slope_at(scores - 1e-5 * v)) / 2e-5
+    assert (curve - change).norm() < 1e-3 * change.norm()

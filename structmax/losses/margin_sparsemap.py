@@ -10,6 +10,7 @@ from structmax.losses.fenchel_young import check_reduction, fenchel_young
 from structmax.losses.part_costs import part_costs
 from structmax.losses.sparsemap import check_options, half_norm
 from structmax.losses.target import Target
+from structmax.sparse.solve import sparsemap_value
 from structmax.structures.base import Structure
 
 
@@ -51,5 +52,5 @@ def margin_sparsemap(
     check_options("margin_sparsemap", options)
     goal = Target("margin_sparsemap", structure, target)
     added, rest = part_costs(goal, cost)
-    value = goal.structure.perturb(added).sparsemap(**options).value + rest
+    value = sparsemap_value(goal.structure.perturb(added), **options) + rest
     return fenchel_young(goal, value, half_norm(goal), reduction)

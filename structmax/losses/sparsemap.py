@@ -8,6 +8,7 @@ from torch import Tensor
 
 from structmax.losses.fenchel_young import check_reduction, fenchel_young
 from structmax.losses.target import Target
+from structmax.sparse.solve import sparsemap_value
 from structmax.structures.base import Structure
 
 
@@ -50,7 +51,7 @@ def sparsemap(
     check_reduction("sparsemap", reduction)
     check_options("sparsemap", options)
     goal = Target("sparsemap", structure, target)
-    value = goal.structure.sparsemap(**options).value
+    value = sparsemap_value(goal.structure, **options)
     return fenchel_young(goal, value, half_norm(goal), reduction)
 
 

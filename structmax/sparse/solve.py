@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from structmax import checks
-from structmax.primitive import backend_for, is_transforming
+from structmax.primitive import backend_for, is_plain, is_transforming
 from structmax.sparse import active_set, completion, conditional_gradient
 from structmax.sparse.result import Solution, SparseMAPResult
 from structmax.sparse.support import Oracle
@@ -73,6 +73,43 @@ def sparsemap(
     theta = _flat(parts, batch)
     answer = _attach(solution, theta, penalize == "all", method == "active-set")
     return _result(solution, answer, batch, shapes, structure.dtype, parts[0].dtype)
+
+
+def sparsemap_value(structure: Any, **options: Any) -> Tensor:
+    """``structure.sparsemap(**options).value``, for losses.
+
+    Its gradient is μ, so the rest of a face is looked for only if a second derivative is asked for.
+    """
+    others = not isinstance(structure, PartStructure)  # which say themselves that they have none
+    others = others or torch._C._are_functorch_transforms_active() or not is_plain(())
+    if others or torch.autograd.forward_ad._current_level >= 0 or not torch.is_grad_enabled():
+        return structure.sparsemap(**options).value
+    parts = structure._parts()
+    with torch.no_grad():
+        known = structure.sparsemap(**options)
+    means = known.marginals, *known.additional
+    again = lambda: structure.sparsemap(**options)  # noqa: E731
+    value: Tensor = _Objective.apply(again, known.value, len(means), *means, *parts)
+    return value
+
+
+class _Objective(torch.autograd.Function):
+    """A known value of parts, whose gradient is known too, and its derivative can be found."""
+
+    @staticmethod
+    def forward(ctx: Any, again: Any, value: Tensor, count: int, *tensors: Tensor) -> Tensor:
+        ctx.again, ctx.count = again, count
+        ctx.save_for_backward(*tensors[:count])
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        means = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            found = ctx.again()
+            means = found.marginals, *found.additional
+        flow = [grad[(..., *[None] * (m.dim() - grad.dim()))] * m for m in means]
+        return (None,) * (3 + ctx.count) + tuple(flow)
 
 
 def sparsemap_oracle(
