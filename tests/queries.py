@@ -19,7 +19,7 @@ from attacks import Case, Truth, construct, scores, truths
 from torch import Tensor
 from torch.distributions import kl_divergence
 
-from structmax.smoothing import SHANNON
+from structmax.smoothing import SHANNON, TSALLIS
 
 inf, f64 = math.inf, torch.float64
 
@@ -122,8 +122,12 @@ def log_prob(s: Any, T: list[Truth], tol: Tolerance, case: Case) -> None:
         elif t.log_prob is not None:
             expected = t.log_prob[i]
             rare = expected < -30 - tol.score  # a probability that rounding may lose
-            close(own[~rare], expected[~rare], tol.score / s.temperature, "log_prob")
-            assert not bool((own[rare] > -20).any()), "log_prob of what hardly exists"
+            own, expected, others = own[~rare], expected[~rare], own[rare]
+            # of Tsallis' p = (x − τ)^(1/(α−1)) up to scale, log p moves by dx/p^(α−1)
+            kind, _, alpha = s.smoothing.code
+            weight = ((alpha - 1) * expected).exp() if kind == TSALLIS else torch.ones(())
+            close(own * weight, expected * weight, tol.score / s.temperature, "log_prob")
+            assert not bool((others > -20).any()), "log_prob of what hardly exists"
         else:
             assert not bool((own.exp() > 0)[t.scores[i] < t.scores.max()].any())
 
