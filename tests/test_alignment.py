@@ -546,3 +546,25 @@ def test_what_nobody_looked_at_gives_nan(kind: str) -> None:
     assert ctc.log_partition().isnan().tolist() == [False, True, True, True]
     bad = ctc.encode(torch.tensor([[1, 2, 0], [0, 0, 1], [1, 1, 1], [1, 7, 2]]))
     assert bad.shape == (4, 3, 4) and bad[0].sum() == 3
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0, 100.0, 299.0, 301.0, 800.0, 1e4])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_exponentials_and_logarithms_agree(scale: float, sign: float) -> None:
+    """Kernels compute in exp space where float64 reaches, and in log space beyond."""
+    torch.manual_seed(0)
+    for n, m, band in ((9, 7, None), (3, 40, None), (30, 30, 3), (1, 5, None), (60, 60, None)):
+        theta = sign * scale * torch.rand(3, n, m, dtype=torch.float64) ** 3
+        theta[1] = theta[1].masked_fill(torch.rand(n, m) < 0.2, -math.inf)
+        theta[2] = theta[2] + 1e3 * sign
+        theta.requires_grad_()
+        found = []
+        for backend in ("cpu", "naive"):
+            with sx.backend(backend):
+                paths = sx.Alignment(theta, band=band, validate_args=False)
+                value = paths.log_partition()
+                exists = value > -math.inf
+                (mu,) = torch.autograd.grad(value[exists].sum(), theta)
+            found.append((value.detach(), mu))
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-11)

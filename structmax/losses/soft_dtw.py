@@ -158,11 +158,14 @@ class _Apart(torch.autograd.Function):
         ctx.save_for_forward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-        x, y = ctx.saved_tensors
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (x, y), left, right = ctx.saved_tensors, None, None
         flow = (x - y.mT) * g
-        left, right = -2 * flow.sum(-1, keepdim=True), 2 * flow.sum(-2).unsqueeze(-1)
-        return left.sum_to_size(x.shape), right.sum_to_size(y.shape)
+        if ctx.needs_input_grad[0]:
+            left = (-2 * flow.sum(-1, keepdim=True)).sum_to_size(x.shape)
+        if ctx.needs_input_grad[1]:
+            right = (2 * flow.sum(-2).unsqueeze(-1)).sum_to_size(y.shape)
+        return left, right
 
     @staticmethod
     def jvp(ctx: Any, x: Tensor | None, y: Tensor | None) -> Tensor:

@@ -44,7 +44,7 @@ from structmax.sparse.completion import SLACK as WORSE
 from structmax.sparse.completion import STEP as MOVE
 
 ENOUGH = 4  # times in a row that nothing is found: by both signs of two directions
-PRIME, FACTOR = 2**31 - 1, 48271  # random numbers: x becomes FACTOR·x mod PRIME (Park & Miller)
+FACTOR, LAST_BITS = 1103515245, 2**31 - 1  # random numbers: x becomes FACTOR·x + 12345 mod 2³¹
 
 
 @kernel(inner=True)
@@ -147,8 +147,8 @@ def _turn(s: Any) -> None:
     """r becomes a new direction at right angles to the hull, 0 for what is forbidden."""
     k, r, x, b = s.counts[SIZE], s.r, s.counts[RANDOM], s.vectors[Q]
     for i in range(len(r)):
-        x = x * FACTOR % PRIME
-        r[i] = 2.0 * x / PRIME - 1.0 if abs(s.theta[i]) < math.inf else 0.0
+        x = (x * FACTOR + 12345) & LAST_BITS
+        r[i] = x * 2.0**-30 - 1.0 if abs(s.theta[i]) < math.inf else 0.0
     s.counts[RANDOM] = x
     for v in range(k):
         row, total = s.rows[s.slot[v]], 0.0

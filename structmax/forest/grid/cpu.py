@@ -137,11 +137,11 @@ def up_scaled(gamma, theta, rows, columns, band, E, X, W, Q):
         low, high = reach(d, rows, columns, band)
         now, before, last, r, along = d % 3, (d + 1) % 3, (d + 2) % 3, d % Q.shape[1], Row(d)
         wide = rounded(low, high)
-        for i in range(low, high):
-            X[i] = theta[i, along - i] * inverse
         far = 0
         for i in range(low, high):
-            far += 0 if (abs(X[i]) <= FAR) | (X[i] == -INF) else 1
+            x = theta[i, along - i] * inverse
+            X[i] = x
+            far += 0 if (abs(x) <= FAR) | (x == -INF) else 1
         if far > 0:
             return np.nan
         for i in range(low, wide):
