@@ -70,7 +70,9 @@ def _with_safe_cache(made: Any) -> Any:
     cache = getattr(made, "_cache", None)
     if cache is None:  # the JIT is off
         return made
-    cache._cache_file._source_stamp = source_stamp(Path(made.py_func.__code__.co_filename))
+    if hasattr(cache, "_cache_file"):
+        path = Path(made.py_func.__code__.co_filename)
+        cache._cache_file._source_stamp = source_stamp(path)
     load, save = cache.load_overload, cache.save_overload
 
     def load_overload(signature: Any, context: Any) -> Any:

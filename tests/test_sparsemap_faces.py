@@ -239,3 +239,20 @@ def test_losses_look_for_no_face(monkeypatch: pytest.MonkeyPatch) -> None:
 
     change = (slope_at(scores + 1e-5 * v) - slope_at(scores - 1e-5 * v)) / 2e-5
     assert (curve - change).norm() < 1e-3 * change.norm()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "naive"])
+def test_a_solver_that_was_stopped_has_no_face(backend: str) -> None:
+    """What is better than the active structures is not looked for: it is not on their face."""
+    scores = flat((3, 12, 12), 1.0).requires_grad_()
+    with sx.backend(backend):
+        for most in (1, 2, 5):
+            result = sx.DependencyTree(scores).sparsemap(max_iter=most)
+            (slope,) = torch.autograd.grad(result.marginals[:, :, 1:].square().sum(), scores)
+            z, p = result.structures.detach(), result.probs.detach()
+            M = z.flatten(2)
+            centre = torch.where(p[..., None] > 0, M - M[:, :1], 0.0)
+            along = torch.linalg.pinv(centre) @ centre  # the projection onto their hull
+            mu = result.marginals.detach().flatten(1)
+            expected = (along @ (2 * mu)[..., None]).reshape(scores.shape)
+            torch.testing.assert_close(slope, expected, rtol=0, atol=1e-9)

@@ -1,4 +1,5 @@
-"""The active-set method of one item, compiled: what is kept of its support, and one step.
+"""The active-set method of one item, compiled: what is kept of its support, and what a step is
+made of (``completion_cpu.absorb``).
 
 The problem, over distributions p on structures whose parts are the columns of M (penalised) and N
 (not), with scores c = Mᵀθ + Nᵀη, is

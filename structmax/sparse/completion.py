@@ -11,9 +11,9 @@ mean of all pairs.
 
 So the missing structures are looked for: best ones at θ − μ + εr, for random directions r at right
 angles to the hull so far. Those that are as good as the active ones at θ − μ itself, up to
-rounding, and lie outside the hull belong to the face. It is complete when no r and −r of a round
-find one: were it not, almost every r would. Where all weights are well above 0, one r is tried
-first.
+rounding, and lie outside the hull belong to the face. (One that is better shows that the solver was
+stopped before it was done.) It is complete when no r and −r of a round find one: were it not,
+almost every r would. Where all weights are well above 0, one r is tried first.
 
 With rows e of D parts that are orthonormal in the penalised ones and span the directions of the
 face, the Jacobian in all scores is EᵀE: along a move Eᵀa of the counts, ⟨θ, Eᵀa⟩ − ½‖μ + a‖² is
@@ -102,7 +102,7 @@ def _shows_more(
         length = z[:, :width].square().sum(-1) + 1
         b = (own @ z[:, :width, None] + 1) * active[..., None]
         apart = length - (b.mT @ (W @ b)).squeeze((1, 2))
-        found |= (worse <= SLACK + 1e-10 * size) & (apart > OUTSIDE * length)
+        found |= (worse.abs() <= SLACK + 1e-10 * size) & (apart > OUTSIDE * length)
     return found
 
 
@@ -141,7 +141,7 @@ class _Face:
         items, count = torch.arange(len(self.first), device=self.first.device), FIRST
         while len(items):
             found = self.look(items, count)
-            more = torch.zeros_like(self.rows[:, :1]).repeat(1, found.shape[1], 1)
+            more = torch.zeros_like(self.first[:, None]).repeat(1, found.shape[1], 1)
             more[items] = found
             self.rows = torch.cat([self.rows, more], 1)
             items, count = items[found.any(-1).any(-1)], MOST
@@ -154,14 +154,14 @@ class _Face:
             """What of ``(b, R, D)`` is at right angles to the rows, in the penalised parts."""
             return x - (x[..., :width] @ rows[..., :width].mT) @ rows
 
-        x = torch.zeros_like(rows[:, :1]).repeat(1, count, 1)
+        x = torch.zeros_like(self.first[items, None]).repeat(1, count, 1)
         x[..., :width].normal_(generator=self.random).mul_(free)
         r = outside(x)[..., :width] * free
         scores = self.gradient[items, None].repeat(1, 2 * count, 1)
         scores[..., :width] += self.step[items, None, None] * torch.cat([r, -r], 1)
         z = self.ask(items, scores)
         worse = self.best[items, None] - dot(self.gradient[items, None], z)
-        fits = worse <= self.slack[items, None]
+        fits = worse.abs() <= self.slack[items, None]
         least = OUTSIDE * (1 + z[..., :width].square().sum(-1))
         new = outside(outside(z - self.first[items, None]))
         own = new[..., :width] * fits[..., None]

@@ -127,7 +127,7 @@ def _widen(s: Any, found: Any, length: int) -> bool:
     score = _write(s, found, length) - s.levels[SHIFT]
     at = s.slot[s.counts[SIZE]]
     s.counts[MISSES] += 1
-    if _excess(s, at, score) >= -s.levels[SLACK]:
+    if abs(_excess(s, at, score)) <= s.levels[SLACK]:
         _products(s)
         distance = _distance(s)
         if distance > OUTSIDE * (1.0 + s.sizes[at, 2]):
