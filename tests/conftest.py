@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from typing import Any
 
@@ -40,3 +41,22 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         right, refused = counts[test, "right"], counts[test, "refused"]
         total = f"{right + refused:7,} cases: {right:7,} right, {refused:5,} clear errors"
         terminalreporter.write_line(f"{total}  {test}")
+
+
+# The rows of tables that take longest, other rows of which stay in the normal suite: it has to pass
+# on two cores in a quarter of an hour, with an empty cache of kernels.
+LONG = re.compile(
+    r"test_concurrency.py::(test_(dataloader|process)\[spawn\]|test_structures_travel)"
+    r"|test_forest_gpu.py::.*(Tsallis|Gini)|test_forest_gpu.py::test_items\[torch.float32\]"
+    r"|test_ops.py::test_compile(_over_sizes\[Gini|\[inductor-forest-gini)"
+    r"|test_contract.py::.*(assignment|ctc|spanning|subset|low-rank).*-compile\]"
+    r"|test_contract.py::.*(pcfg|path|semi-markov|edit|monotone|subset|hyperpath).*/gini-gradients\]"
+    r"|test_train.py::test_two_workers_are_one|test_cli.py::test_signals_save_and_exit\[2-130\]"
+)
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if LONG.search(item.nodeid):
+            item.add_marker(pytest.mark.slow)
