@@ -181,7 +181,7 @@ EQUAL: dict[str, tuple[Make, tuple[int, ...]]] = {
     "pairs": (lambda x: sx.KSubset(x, 2), (4,)),
     "trees": (sx.DependencyTree, (5, 5)),
     "matchings": (sx.Assignment, (4, 4)),
-    "tags": (lambda x: sx.LinearChain(x, torch.zeros(3, 3, dtype=x.dtype)), (4, 3)),
+    "tags": (lambda x: sx.LinearChain(x, x.new_zeros(3, 3)), (4, 3)),
 }
 
 

@@ -448,27 +448,23 @@ class Structure(Distribution):
         """Some items of the batch: indexing as for a tensor of shape ``batch_shape``."""
         if not self.batch_shape:
             raise IndexError(f"{self._name}: there is no batch to index (batch_shape is ()).")
-        batch = self.batch_shape
-        torch.empty(batch, device="meta")[index]  # the error of a bad index names the batch shape
-
-        def pick(t: Tensor, d: int) -> Tensor:
-            if t.dim() == d:
-                return t
-            where = index if isinstance(index, tuple) else (index,)
-            return t.expand(*batch, *t.shape[t.dim() - d :])[(*where, ..., *[slice(None)] * d)]
-
-        return self._rebuild(**{name: pick(t, d) for name, (t, d) in self._tensors().items()})
+        torch.empty(self.batch_shape, device="meta")[index]  # whose error names the batch shape
+        where = index if isinstance(index, tuple) else (index,)
+        return self._picked(lambda t, d: t[(*where, ..., *[slice(None)] * d)])
 
     def _items(self, index: Tensor) -> Self:
         """Items by their numbers ``(b)`` in the flattened batch, which are not looked at."""
+        last = len(self.batch_shape) - 1
+        return self._picked(lambda t, _: t.flatten(0, last).index_select(0, index))
 
-        def pick(t: Tensor, d: int) -> Tensor:
-            if t.dim() == d:
-                return t
-            whole = t.expand(*self.batch_shape, *t.shape[t.dim() - d :])
-            return whole.flatten(0, len(self.batch_shape) - 1).index_select(0, index)
+    def _picked(self, pick: Callable[[Tensor, int], Tensor]) -> Self:
+        """The structure of what is picked of each tensor ``(*batch, *d dimensions)``."""
+        batch = self.batch_shape
 
-        return self._rebuild(**{name: pick(t, d) for name, (t, d) in self._tensors().items()})
+        def some(t: Tensor, d: int) -> Tensor:
+            return t if t.dim() == d else pick(t.expand(*batch, *t.shape[t.dim() - d :]), d)
+
+        return self._rebuild(**{name: some(t, d) for name, (t, d) in self._tensors().items()})
 
     def __len__(self) -> int:
         if not self.batch_shape:
