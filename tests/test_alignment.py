@@ -313,6 +313,50 @@ def test_grid_kernels(cases: int) -> None:
     )()
 
 
+def check_series(grid: Grid, omega: sx.Smoothing, band: int | None) -> None:
+    """Series of numbers, whose distances are never stored, against the definition in float64."""
+    random = torch.Generator().manual_seed(grid.seed)
+    scores, along = (
+        [torch.randn(4, k, generator=random, dtype=f64) for k in (grid.n, grid.m)] for _ in "ab"
+    )
+    scores = [(s * grid.spread + grid.shift).to(grid.dtype) for s in scores]
+    sizes = [torch.randint(1, k + 1, (4,), generator=random) for k in (grid.n, grid.m)]
+    args = sizes, ops.key_of(band), list(omega.code)
+
+    def run(dtype: torch.dtype) -> list[Tensor]:
+        x, v = ([t.to(dtype) for t in pair] for pair in (scores, along))
+        found = ops.series.gradient_op(x, *args)
+        assert torch.equal(found[0], ops.series.value_op(x, *args))
+        return [*found, *ops.series.hvp_op(x, v, *args)]
+
+    ours = run(grid.dtype)
+    with sx.backend("naive"):
+        reference = [t.to(grid.dtype) for t in run(f64)]
+    scales = [1.0] * 3 + [1 / min(1.0, omega.gamma)] * 2
+    count = 3 if grid.dtype == f32 else 5  # products store distances, in the dtype of the series
+    for name, a, b, scale in zip(("value", "x", "y", "xx", "yy")[:count], ours, reference, scales):
+        close(a, b, name, scale)
+    for t, size in zip(ours[1:], sizes * 2, strict=True):
+        assert not bool(t[torch.arange(t.shape[1]) >= size[:, None]].any()), "padding"
+
+
+@CASES
+def test_series_kernels(cases: int) -> None:
+    settings(
+        max_examples=cases,
+        deadline=None,
+        database=None,
+        derandomize=cases < 1000,
+        suppress_health_check=list(HealthCheck),
+    )(
+        given(
+            grid=grids.filter(lambda g: g.spread <= 30 and g.forbidden == 0 and not g.ties),
+            omega=st.sampled_from(OMEGAS),
+            band=st.sampled_from([None, 0, 1, 2]),
+        )(check_series)
+    )()
+
+
 @pytest.mark.parametrize("omega", OMEGAS, ids=str)
 @pytest.mark.parametrize("band", [None, 3])
 def test_dense_against_forest(omega: sx.Smoothing, band: int | None) -> None:

@@ -71,6 +71,19 @@ def test_float32_with_any_strides(omega: sx.Smoothing) -> None:
     agree(scores(2, 4, 3, dtype=f32).mT, sizes((3, 4), (2, 2)), omega)
 
 
+@pytest.mark.parametrize("omega", OMEGAS, ids=str)
+def test_series(omega: sx.Smoothing) -> None:
+    x, v = ([scores(3, k, seed=seed + k) for k in (4, 5)] for seed in (0, 10))
+    args = sizes((4, 5), (3, 1), (1, 1)), "", list(omega.code)
+    runs = []
+    for name in ("gpu", "naive"):
+        with backend(name):
+            runs.append([*ops.series.gradient_op(x, *args), *ops.series.hvp_op(x, v, *args)])
+            assert torch.equal(ops.series.value_op(x, *args), runs[-1][0])
+    for mine, reference in zip(*runs, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("band", ["0", "1"])
 def test_bands(band: str) -> None:
     of = sizes((4, 4), (4, 2))

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from structmax import checks
-from structmax.primitive import apply
+from structmax.forest.grid import ops as dense
 from structmax.smoothing import Shannon, Smoothing
 from structmax.structures.alignment import Alignment
+from structmax.structures.lengths import full
 
 
 class SoftDTW(torch.nn.Module):
@@ -121,57 +122,32 @@ class SoftDTW(torch.nn.Module):
         self, x: Tensor, y: Tensor, rows: Tensor | None, columns: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         """−DP_Ω(−c) of series whose padding holds numbers."""
+        lengths = None if rows is None or columns is None else (rows, columns)
+        known = lengths is None or checks.can_look()  # bad lengths were refused
+        if x.shape[-1] == 1 and known and dense.knows(self.omega.code):
+            return 0.0 - self._of_numbers(x.squeeze(-1), y.squeeze(-1), lengths)
         if x.shape[-1] == 1:
-            scores = _apart(x, y)
+            scores = -(x - y.mT).square()
         else:  # −c as one product
             square_x, square_y = torch.linalg.vecdot(x, x), torch.linalg.vecdot(y, y)
             left = torch.cat([2 * x, square_x[..., None], torch.ones_like(x[..., :1])], -1)
             right = torch.cat([y, -torch.ones_like(y[..., :1]), -square_y[..., None]], -1)
             scores = (left @ right.mT).to(dtype)
-        lengths = None if rows is None or columns is None else (rows, columns)
         alignment = Alignment(
             scores, lengths, band=self.band, smoothing=self.omega, validate_args=False
         )
         return 0.0 - alignment.log_partition()  # no −0
 
-
-def _apart(x: Tensor, y: Tensor) -> Tensor:
-    """−(xᵢ − yⱼ)² of series of numbers ``(*B, n, 1)`` and ``(*B, m, 1)``."""
-    if torch.compiler.is_compiling():
-        return -(x - y.mT).square()
-    return apply(_Apart, x, y)
-
-
-class _Apart(torch.autograd.Function):
-    """The same, with a backward pass that goes over all pairs once, not four times."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, y: Tensor) -> Tensor:
-        apart = x - y.mT
-        return apart.mul_(apart).neg_()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        (x, y), left, right = ctx.saved_tensors, None, None
-        flow = (x - y.mT) * g
-        if ctx.needs_input_grad[0]:
-            left = (-2 * flow.sum(-1, keepdim=True)).sum_to_size(x.shape)
-        if ctx.needs_input_grad[1]:
-            right = (2 * flow.sum(-2).unsqueeze(-1)).sum_to_size(y.shape)
-        return left, right
-
-    @staticmethod
-    def jvp(ctx: Any, x: Tensor | None, y: Tensor | None) -> Tensor:
-        rate = (0.0 if x is None else x) - (0.0 if y is None else y.mT)
-        one, other = ctx.saved_tensors
-        return -2 * (one - other.mT) * rate
+    def _of_numbers(self, x: Tensor, y: Tensor, lengths: tuple[Tensor, Tensor] | None) -> Tensor:
+        """DP_Ω(−c) of series ``(*B, n)`` and ``(*B, m)``."""
+        batch = torch.broadcast_shapes(x.shape[:-1], y.shape[:-1])
+        if lengths is None:
+            sizes = [full(batch, t.shape[-1], t.device) for t in (x, y)]
+        else:
+            batch = torch.broadcast_shapes(batch, *(t.shape for t in lengths))
+            sizes = [t.long().expand(batch) for t in lengths]
+        scores = [t.expand(*batch, t.shape[-1]) for t in (x, y)]
+        return dense.series.value(scores, sizes, dense.key_of(self.band), self.omega.code)
 
 
 def _padded(x: Tensor, lengths: Tensor | None) -> Tensor:

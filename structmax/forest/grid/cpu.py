@@ -11,12 +11,17 @@ next, the first and the last row grow by at most one. Rows are counted by unsign
 numba tests signed ones for being negative, which would keep loops from being vectorised. Such loops
 run on to a multiple of BLOCK, so that nothing is left to be done one by one; what they write there
 belongs to nobody, or to a diagonal that is written later.
+
+Where scores come from (``source``) and where their gradient goes (``target``) is either one matrix,
+θ and μ of the cells, or two vectors: series x and y of numbers, with θ(i, j) = −(xᵢ − yⱼ)², and the
+gradient in them. Of y and its gradient the order is turned round, so that on a diagonal they lie
+side by side as well: entry j of m is at [n + m − 1 − j], that of row i at [n + m − 1 − d + i].
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -46,6 +51,41 @@ def reach(d, rows, columns, band):
         low = max(low, (d * (rows - 1) - width + length - 1) // length)
         high = min(high, (d * (rows - 1) + width) // length)
     return Row(low), Row(high + 1)
+
+
+@kernel(inner=True)
+def of_item(b, arrays):
+    """Item b of one or two arrays."""
+    if len(arrays) == 1:
+        return (arrays[0][b],)
+    return arrays[0][b], arrays[1][b]
+
+
+@kernel(inner=True)
+def read(source, d, low, high, out):
+    """The scores of one diagonal."""
+    if len(source) == 1:
+        for i in range(low, high):
+            out[i] = source[0][i, Row(d) - i]
+    else:
+        first = Row(len(source[1]) - 1 - d) - BLOCK
+        for i in range(low, high):
+            apart = np.float64(source[0][i]) - source[1][first + i]
+            out[i] = -apart * apart
+
+
+@kernel(inner=True)
+def write(source, target, d, low, high, mu):
+    """Adds what μ of one diagonal makes to the gradient."""
+    if len(source) == 1:
+        for i in range(low, high):
+            target[0][i, Row(d) - i] = mu[i]
+    else:
+        first = Row(len(source[1]) - 1 - d) - BLOCK
+        for i in range(low, high):
+            flow = 2 * mu[i] * (np.float64(source[0][i]) - source[1][first + i])
+            target[0][i] -= flow
+            target[1][first + i] += flow
 
 
 @kernel(inner=True)
@@ -125,7 +165,7 @@ def positive(x):
 
 
 @kernel(fused=True, inner=True)
-def up_scaled(gamma, theta, rows, columns, band, E, X, W, Q):
+def up_scaled(gamma, source, rows, columns, band, E, X, W, Q):
     """As ``up`` under Shannon with E = e^(V/γ) in the place of V: one exp a cell, and no log.
 
     Diagonals that become large or small are multiplied by a power of two. NaN if float64 does not
@@ -135,11 +175,12 @@ def up_scaled(gamma, theta, rows, columns, band, E, X, W, Q):
     inverse, exponent = 1.0 / gamma, 0
     for d in range(rows + columns - 1):
         low, high = reach(d, rows, columns, band)
-        now, before, last, r, along = d % 3, (d + 1) % 3, (d + 2) % 3, d % Q.shape[1], Row(d)
+        now, before, last, r = d % 3, (d + 1) % 3, (d + 2) % 3, d % Q.shape[1]
         wide = rounded(low, high)
+        read(source, d, low, high, X)
         far = 0
         for i in range(low, high):
-            x = theta[i, along - i] * inverse
+            x = X[i] * inverse
             X[i] = x
             far += 0 if (abs(x) <= FAR) | (x == -INF) else 1
         if far > 0:
@@ -199,22 +240,21 @@ def multiplied(row, low, high, factor):
 
 
 @kernel(fused=True, inner=True)
-def up(kind, gamma, theta, rows, columns, band, V, peak, W, Q):
+def up(kind, gamma, source, rows, columns, band, V, peak, W, Q):
     """A of one item, and its backpointers in Q as far as there is room."""
     if kind == SHANNON:
-        a = up_scaled(gamma, theta, rows, columns, band, V, peak, W, Q)
+        a = up_scaled(gamma, source, rows, columns, band, V, peak, W, Q)
         if a == a:
             return a
     V[:] = -INF
     for d in range(rows + columns - 1):
         low, high = reach(d, rows, columns, band)
-        now, r, along = d % 3, d % Q.shape[1], Row(d)
+        now, r = d % 3, d % Q.shape[1]
         wide = rounded(low, high)
         choose(kind, gamma, V, (d + 1) % 3, (d + 2) % 3, low, wide, peak, W, Q, r)
         if d == 0:
             W[0] = 0.0
-        for i in range(low, high):
-            peak[i] = theta[i, along - i]
+        read(source, d, low, high, peak)
         for i in range(low, wide):
             V[now, i + ONE] = peak[i] + W[i]
         V[now, low] = V[now, high + ONE] = -INF
@@ -222,12 +262,13 @@ def up(kind, gamma, theta, rows, columns, band, V, peak, W, Q):
 
 
 @kernel(fused=True, inner=True)
-def down(rows, columns, band, seed, Q, F, G, mu):
-    """Expected visits of the cells: μ. F holds, for three diagonals, what flows into each move."""
+def down(rows, columns, band, seed, Q, F, G, source, target):
+    """The gradient, from the expected visits of the cells. F holds, for three diagonals, what flows
+    into each move."""
     F[:] = 0.0
     for d in range(rows + columns - 2, -1, -1):
         low, high = reach(d, rows, columns, band)
-        now, one, two, r, along = d % 3, (d + 1) % 3, (d + 2) % 3, d % Q.shape[1], Row(d)
+        now, one, two, r = d % 3, (d + 1) % 3, (d + 2) % 3, d % Q.shape[1]
         wide = rounded(low, high)
         for i in range(low, wide):
             G[i] = F[two, 0, i + TWO] + F[one, 1, i + TWO] + F[one, 2, i + ONE]
@@ -237,8 +278,7 @@ def down(rows, columns, band, seed, Q, F, G, mu):
             for i in range(low, wide):
                 F[now, k, i + ONE] = G[i] * Q[k, r, i]
             F[now, k, low] = F[now, k, high + ONE] = 0.0
-        for i in range(low, high):
-            mu[i, along - i] = G[i]
+        write(source, target, d, low, high, G)
 
 
 @kernel(fused=True, inner=True)
@@ -308,28 +348,29 @@ def seed_of(a):
 
 
 @kernel
-def values(low, high, kind, gamma, theta, rows, columns, band, a, V, peak, W, Q):
+def values(low, high, kind, gamma, source, rows, columns, band, a, V, peak, W, Q):
     """A of the items low..high."""
     for b in range(low, high):
-        a[b] = up(kind, gamma, theta[b], rows[b], columns[b], band, V, peak, W, Q)
+        a[b] = up(kind, gamma, of_item(b, source), rows[b], columns[b], band, V, peak, W, Q)
 
 
 @kernel
-def gradients(low, high, kind, gamma, theta, rows, columns, band, a, mu, V, peak, W, Q, F, G):
-    """A and μ of the items low..high; padding is not written."""
+def gradients(low, high, kind, gamma, source, rows, columns, band, a, target, V, peak, W, Q, F, G):
+    """A and its gradient, of the items low..high; padding is not written."""
     for b in range(low, high):
-        a[b] = up(kind, gamma, theta[b], rows[b], columns[b], band, V, peak, W, Q)
-        down(rows[b], columns[b], band, seed_of(a[b]), Q, F, G, mu[b])
+        given, wanted = of_item(b, source), of_item(b, target)
+        a[b] = up(kind, gamma, given, rows[b], columns[b], band, V, peak, W, Q)
+        down(rows[b], columns[b], band, seed_of(a[b]), Q, F, G, given, wanted)
 
 
 @kernel
 def products(
-    low, high, kind, gamma, theta, rows, columns, band, v, w,
+    low, high, kind, gamma, source, rows, columns, band, v, w,
     V, peak, W, Q, F, G, X, D, dF, dG,
 ):  # fmt: skip
     """Hessian-vector products of the items low..high; padding is not written."""
     for b in range(low, high):
-        a = up(kind, gamma, theta[b], rows[b], columns[b], band, V, peak, W, Q)
+        a = up(kind, gamma, of_item(b, source), rows[b], columns[b], band, V, peak, W, Q)
         tangent_up(kind, gamma, v[b], rows[b], columns[b], band, Q, X, V, D)
         tangent_down(rows[b], columns[b], band, seed_of(a), Q, D, F, dF, G, dG, w[b])
 
@@ -337,54 +378,78 @@ def products(
 class Batch:
     """The arguments of a kernel that are the same for every chunk, and room for one item."""
 
-    def __init__(self, theta: Tensor, rows: Tensor, columns: Tensor, band: int, code: Code) -> None:
-        self.cells = theta.detach().contiguous().numpy()
+    def __init__(
+        self, scores: Sequence[Tensor], rows: Tensor, columns: Tensor, band: int, code: Code
+    ) -> None:
+        """``scores``: θ ``(B, n, m)``, or x ``(B, n)`` and y ``(B, m)``."""
+        given = [t.detach().contiguous().numpy() for t in scores]
         sizes = [t.long().contiguous().numpy() for t in (rows, columns)]
-        self.arguments = int(code[0]), code[1], self.cells, *sizes, band
-        n, m = theta.shape[1:]
-        self.whole = band < 0 and bool((sizes[0] == n).all() and (sizes[1] == m).all())
-        self.row = n + 2 + int(BLOCK)
+        self.items, self.dtype = len(given[0]), given[0].dtype
+        self.n, self.m = given[0].shape[1], given[-1].shape[-1]
+        self.is_cells, more = len(given) == 1, int(BLOCK)
+        if not self.is_cells:
+            x, y = given
+            given = [
+                np.zeros((self.items, size + more), self.dtype)
+                for size in (self.n, self.n + self.m)
+            ]
+            given[0][:, : self.n], given[1][:, self.n : -more] = x, y[:, ::-1]
+        self.source = tuple(given)
+        self.arguments = int(code[0]), code[1], self.source, *sizes, band
+        self.whole = band < 0 and bool((sizes[0] == self.n).all() and (sizes[1] == self.m).all())
+        self.row = self.n + 2 + more
 
     def rows(self, *shape: int) -> NDArray:
         return np.empty((*shape, self.row))
 
     def up_space(self, keep: bool) -> tuple[NDArray, ...]:
         """V, peak, W and Q; Q for all cells if they are kept."""
-        Q = np.empty((3, self.cells.shape[2] if keep else 1, self.row), self.cells.dtype)
+        Q = np.empty((3, self.m if keep else 1, self.row), self.dtype)
         return self.rows(3), self.rows(), self.rows(), Q
 
-    def output(self) -> NDArray:
-        """Room for what has a number for every cell, 0 where kernels write none."""
-        return (np.empty if self.whole else np.zeros)(self.cells.shape, self.cells.dtype)
+    def output(self) -> tuple[NDArray, ...]:
+        """Room for what is like the source, 0 where kernels write none."""
+        if self.is_cells:
+            return ((np.empty if self.whole else np.zeros)(self.source[0].shape, self.dtype),)
+        return tuple(np.zeros(t.shape) for t in self.source)
+
+    def plain(self, output: tuple[NDArray, ...]) -> list[Tensor]:
+        """Such an output as tensors like the scores."""
+        if not self.is_cells:
+            left, right = output
+            right = right[:, self.n : self.n + self.m][:, ::-1]
+            output = left[:, : self.n].astype(self.dtype), right.astype(self.dtype)
+        return [torch.from_numpy(t) for t in output]
 
     def run(self, task: Callable[[int, int], None], work: int) -> None:
-        run_chunks(task, len(self.cells), work * self.cells[0].size if len(self.cells) else 0)
+        run_chunks(task, self.items, work * self.n * self.m)
 
 
-def value(theta: Tensor, rows: Tensor, columns: Tensor, band: int, code: Code) -> Tensor:
-    """A ``(B)`` for scores ``(B, n, m)``."""
-    batch, a = Batch(theta, rows, columns, band, code), np.empty(len(theta))
+def value(scores: Sequence[Tensor], rows: Tensor, columns: Tensor, band: int, code: Code) -> Tensor:
+    """A ``(B)`` for scores ``(B, n, m)`` of cells, or for series ``(B, n)`` and ``(B, m)``."""
+    batch = Batch(scores, rows, columns, band, code)
+    a = np.empty(batch.items)
 
     def task(low: int, high: int) -> None:
         values(low, high, *batch.arguments, a, *batch.up_space(keep=False))
 
     batch.run(task, 6)
-    return torch.from_numpy(a).to(theta.dtype)
+    return torch.from_numpy(a).to(scores[0].dtype)
 
 
 def gradient(
-    theta: Tensor, rows: Tensor, columns: Tensor, band: int, code: Code
-) -> tuple[Tensor, Tensor]:
-    """A ``(B)`` and its gradient ``(B, n, m)``."""
-    batch, a = Batch(theta, rows, columns, band, code), np.empty(len(theta))
-    mu = batch.output()
+    scores: Sequence[Tensor], rows: Tensor, columns: Tensor, band: int, code: Code
+) -> list[Tensor]:
+    """A ``(B)`` and its gradient in the scores."""
+    batch = Batch(scores, rows, columns, band, code)
+    a, out = np.empty(batch.items), batch.output()
 
     def task(low: int, high: int) -> None:
         space = (*batch.up_space(keep=True), batch.rows(3, 3), batch.rows())
-        gradients(low, high, *batch.arguments, a, mu, *space)
+        gradients(low, high, *batch.arguments, a, out, *space)
 
     batch.run(task, 8)
-    return torch.from_numpy(a).to(theta.dtype), torch.from_numpy(mu)
+    return [torch.from_numpy(a).to(scores[0].dtype), *batch.plain(out)]
 
 
 def hvp(
@@ -392,10 +457,10 @@ def hvp(
 ) -> Tensor:
     """The Hessian of A times a direction ``(B, n, m)``; zero under hard max."""
     if code[0] == HARD:
-        a = value(theta, rows, columns, band, code)
+        a = value([theta], rows, columns, band, code)
         return torch.where(a.isnan(), a, 0.0)[:, None, None].expand(theta.shape).contiguous()
-    batch, v = Batch(theta, rows, columns, band, code), direction.detach().contiguous().numpy()
-    w = batch.output()
+    batch, v = Batch([theta], rows, columns, band, code), direction.detach().contiguous().numpy()
+    (w,) = batch.output()
 
     def task(low: int, high: int) -> None:
         space = (*batch.up_space(keep=True), batch.rows(3, 3), batch.rows(), batch.rows(3))

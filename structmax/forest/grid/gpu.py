@@ -18,12 +18,15 @@ the scores. Moves, guards at the ends of a diagonal and recursions are as in ``c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from structmax import smoothing
+from structmax.forest.grid.naive import apart, theta_of, to_series
 from structmax.launch import quick
 
 HARD, SHANNON = tl.constexpr(smoothing.HARD), tl.constexpr(smoothing.SHANNON)
@@ -411,19 +414,22 @@ class Block:
         return self.visits(D)
 
 
-def value(theta: Tensor, rows: Tensor, columns: Tensor, band: int, code: Code) -> Tensor:
-    """A ``(B)`` for scores ``(B, n, m)``."""
+def value(scores: Sequence[Tensor], rows: Tensor, columns: Tensor, band: int, code: Code) -> Tensor:
+    """A ``(B)`` for scores ``(B, n, m)`` of cells, or for series ``(B, n)`` and ``(B, m)``."""
+    theta = theta_of(scores)
     with torch.cuda.device_of(theta):
         return Block(theta, rows, columns, band, code, keep=False).A.to(theta.dtype)
 
 
 def gradient(
-    theta: Tensor, rows: Tensor, columns: Tensor, band: int, code: Code
-) -> tuple[Tensor, Tensor]:
-    """A ``(B)`` and its gradient ``(B, n, m)``."""
+    scores: Sequence[Tensor], rows: Tensor, columns: Tensor, band: int, code: Code
+) -> list[Tensor]:
+    """A ``(B)`` and its gradient in the scores."""
+    theta = theta_of(scores)
     with torch.cuda.device_of(theta):
         block = Block(theta, rows, columns, band, code, keep=True)
-        return block.A.to(theta.dtype), block.visits()
+        a, mu = block.A.to(theta.dtype), block.visits()
+    return [a, mu] if len(scores) == 1 else [a, *to_series(-2 * apart(*scores) * mu)]
 
 
 def hvp(
@@ -431,7 +437,7 @@ def hvp(
 ) -> Tensor:
     """The Hessian of A times a direction ``(B, n, m)``; zero under hard max."""
     if code[0] == smoothing.HARD:
-        a = value(theta, rows, columns, band, code)
+        a = value([theta], rows, columns, band, code)
         return torch.where(a.isnan(), a, 0.0)[:, None, None].expand(theta.shape).contiguous()
     with torch.cuda.device_of(theta):
         return Block(theta, rows, columns, band, code, keep=True).hvp(direction)

@@ -3,12 +3,14 @@
     V(i, j) = θ(i, j) + maxΩ( V(i−1, j−1), V(i−1, j), V(i, j−1) ),   V(0, 0) = θ(0, 0),
     A = V(rows − 1, columns − 1)
 
-Letters: B batch, n rows, m columns. ``theta (B, n, m)``; ``rows, columns (B)``, at least 1.
+Letters: B batch, n rows, m columns. ``theta (B, n, m)``; ``rows, columns (B)``, at least 1. Scores
+may also be those of two series of numbers, ``x (B, n)`` and ``y (B, m)``: θ(i, j) = −(xᵢ − yⱼ)².
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -40,6 +42,20 @@ def value(
     at = (rows + columns - 2) * n + rows - 1
     a = torch.stack(ends, 1).flatten(1).gather(1, at.long()[:, None]).squeeze(1)
     return a.to(theta.dtype)
+
+
+def theta_of(scores: Sequence[Tensor]) -> Tensor:
+    """θ ``(B, n, m)``, or that of two series."""
+    return scores[0] if len(scores) == 1 else -apart(*scores).square()
+
+
+def apart(x: Tensor, y: Tensor) -> Tensor:
+    return x[:, :, None] - y[:, None]
+
+
+def to_series(flow: Tensor) -> list[Tensor]:
+    """Σ over cells of flow (B, n, m) times the derivative of xᵢ − yⱼ in x and in y."""
+    return [flow.sum(2), -flow.sum(1)]
 
 
 def in_band(n: int, m: int, rows: Tensor, columns: Tensor, band: int | None) -> Tensor:

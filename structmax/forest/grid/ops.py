@@ -1,7 +1,8 @@
 """Paths through a grid as a differentiable torch function, for Hard, Shannon and Gini.
 
-Score: ``theta (*batch, n, m)``; constants: ``rows, columns (*batch)``. The key is the band, or
-nothing.
+``grid`` has one score, ``theta (*batch, n, m)``; ``series`` has two series of numbers, ``x (*batch,
+n)`` and ``y (*batch, m)``, for θ(i, j) = −(xᵢ − yⱼ)², which on the CPU is never stored. Constants:
+``rows, columns (*batch)``. The key is the band, or nothing.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ def _engine(theta: Tensor) -> ModuleType:
 
 
 def _naive(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
-    rows, columns = constants
-    return naive.value(scores[0], rows, columns, int(key) if key else None, from_code(omega))
+    band = int(key) if key else None
+    return naive.value(naive.theta_of(scores), *constants, band, from_code(omega))
 
 
 def _value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
-    return _engine(scores[0]).value(scores[0], *constants, _band(key), tuple(omega))
+    return _engine(scores[0]).value(scores, *constants, _band(key), tuple(omega))
 
 
 def _gradient(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> list[Tensor]:
-    return list(_engine(scores[0]).gradient(scores[0], *constants, _band(key), tuple(omega)))
+    return _engine(scores[0]).gradient(scores, *constants, _band(key), tuple(omega))
 
 
 def _hvp(
@@ -55,4 +56,16 @@ def _hvp(
     return [_engine(scores[0]).hvp(scores[0], directions[0], *args)]
 
 
+def _series_hvp(
+    scores: Tensors, directions: Tensors, constants: Tensors, key: str, omega: Omega
+) -> list[Tensor]:
+    """With δ = x − y, whose derivatives are constant, and θ = −δ²: the derivative of −2δμ."""
+    apart, rate = naive.apart(*scores), naive.apart(*directions)
+    theta, along = -apart.square(), -2 * apart * rate
+    _, mu = _gradient([theta], constants, key, omega)
+    (change,) = _hvp([theta], [along], constants, key, omega)
+    return naive.to_series(-2 * (rate * mu + apart * change))
+
+
 grid = Primitive("grid", (2,), (0, 0), _value, _gradient, _hvp, _naive)
+series = Primitive("series", (1, 1), (0, 0), _value, _gradient, _series_hvp, _naive)
