@@ -37,8 +37,9 @@ def _engine(theta: Tensor) -> ModuleType:
 
 
 def _naive(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
+    rows, columns = constants
     band = int(key) if key else None
-    return naive.value(naive.theta_of(scores), *constants, band, from_code(omega))
+    return naive.value(naive.theta_of(scores), rows, columns, band, from_code(omega))
 
 
 def _value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
