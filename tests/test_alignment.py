@@ -384,6 +384,19 @@ def test_dense_against_forest(omega: sx.Smoothing, band: int | None) -> None:
     torch.testing.assert_close(*products, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.parametrize("band", [None, 3])
+@pytest.mark.parametrize("dtype", [f64, f32], ids=str)
+def test_best_path_by_both_engines(dtype: torch.dtype, band: int | None) -> None:
+    """The same path, ties included, that of float32 scores too."""
+    scores = (randn(6, 20, 33) * 3).to(dtype)
+    scores[1, 4, 7:12], scores[2], scores[3] = -math.inf, 0.0, scores[3].round()
+    sizes = torch.tensor([20, 18, 20, 20, 1, 7]), torch.tensor([33, 30, 33, 20, 9, 1])
+    s = sx.Alignment(scores, sizes, band=band)
+    assert torch.equal(s.argmax(), DynamicStructure.argmax(s))
+    with sx.backend("naive"):
+        assert torch.equal(s.score(s.argmax()), s.score(DynamicStructure.argmax(s)))
+
+
 @pytest.mark.parametrize("backend", ["cpu", "naive"])
 @pytest.mark.parametrize("omega", OMEGAS, ids=str)
 def test_nan_is_loud_and_stays_alone(omega: sx.Smoothing, backend: str) -> None:

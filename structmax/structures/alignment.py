@@ -14,7 +14,8 @@ from torch import Tensor
 from structmax import checks
 from structmax.forest.grid import ops as dense
 from structmax.forest.topology import Forest, ForestBuilder, bucket, family, name_of
-from structmax.smoothing import Smoothing
+from structmax.primitive import backend_for
+from structmax.smoothing import Hard, Smoothing
 from structmax.structures.base import Structure
 from structmax.structures.dynamic import DynamicStructure
 from structmax.structures.lengths import TwoSided
@@ -349,8 +350,20 @@ class Alignment(TwoSided, DynamicStructure):
     # -- dense kernels ----------------------------------------------------------------------------
 
     @property
+    def _is_grid(self) -> bool:
+        return self.kind == "dtw" and self.moves is None
+
+    @property
     def _is_dense(self) -> bool:
-        return self.kind == "dtw" and self.moves is None and dense.knows(self.smoothing.code)
+        return self._is_grid and dense.knows(self.smoothing.code)
+
+    def argmax(self) -> Tensor:
+        scores = self._parts()[0].detach()
+        if not self._is_grid or backend_for(scores) == "naive":
+            return super().argmax()
+        args = self._sizes(), dense.key_of(self.band), Hard().code
+        value, z = dense.grid.value_and_gradient([scores], *args)
+        return self._refuse_infeasible("argmax", value, z).to(self.dtype)
 
     def _value(self) -> Tensor:
         if not self._is_dense:
