@@ -241,7 +241,6 @@ def best_counts(
         return None
     from structmax.oracles import arborescence_gpu
 
-    value, heads = arborescence_gpu.argmax(scores.view(len(scores), s, s), lengths, single)
-    word = torch.arange(1, s, device=heads.device)
-    inside = (word <= lengths[:, None]).to(scores)
-    return value, torch.zeros_like(scores).scatter_(1, heads * s + word, inside)
+    square = scores.view(len(scores), s, s)
+    value, arcs = arborescence_gpu.argmax(square, lengths, single, arcs=True)
+    return value, arcs.view(scores.shape)

@@ -32,10 +32,11 @@ def _largest_of_node(node, x):
 @quick
 @triton.jit(do_not_specialize=["sb", "sh", "sm", "sl", "s"])
 def best_tree(
-    scores, sb, sh, sm, lengths, sl, value, heads, trail, s,
-    SINGLE: tl.constexpr, N: tl.constexpr, STEPS: tl.constexpr,
+    scores, sb, sh, sm, lengths, sl, value, answer, trail, s,
+    SINGLE: tl.constexpr, N: tl.constexpr, STEPS: tl.constexpr, ARCS: tl.constexpr,
 ):  # fmt: skip
-    """The value of the best tree of an item, and the heads of its words."""
+    """The value of the best tree of an item, and the heads of its words or, with ``ARCS``, a square
+    that has 1 for its arcs."""
     b = tl.program_id(0).to(tl.int64)
     scores += b * sb
     trail += b * 2 * N * N
@@ -103,20 +104,29 @@ def best_tree(
     total = tl.where(feasible > 0, tl.sum(own, 0), -float("inf"))
     total = tl.where(good > 0, total, float("nan"))
     tl.store(value + b, total.to(value.dtype.element_ty))
-    out = heads + b * (s - 1) + word - 1
-    tl.store(out, tl.where(found, head, 0).to(tl.int64), mask=(word > 0) & (word < s))
+    if ARCS:
+        arcs = found[None, :] & (head[None, :] == u)
+        out = answer + b * s * s + u * s + i
+        tl.store(out, arcs.to(answer.dtype.element_ty), mask=(u < s) & (i < s))
+    else:
+        out = answer + b * (s - 1) + word - 1
+        tl.store(out, tl.where(found, head, 0).to(tl.int64), mask=(word > 0) & (word < s))
 
 
-def argmax(theta: Tensor, lengths: Tensor, single: bool) -> tuple[Tensor, Tensor]:
-    """Scores ``(B)`` and heads ``(B, s−1)``; −inf where there is no tree."""
+def argmax(
+    theta: Tensor, lengths: Tensor, single: bool, arcs: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Scores ``(B)`` and heads ``(B, s−1)``, or ``arcs (B, s, s)``; −inf where there is no tree."""
     items, s, _ = theta.shape
     N = max(triton.next_power_of_2(s), 16)
     value = theta.new_empty(items)
-    heads = torch.empty(items, s - 1, dtype=torch.int64, device=theta.device)
+    shape, dtype = ((s, s), theta.dtype) if arcs else ((s - 1,), torch.int64)
+    answer = torch.empty(items, *shape, dtype=dtype, device=theta.device)
     trail = torch.empty(items, N, 2, N, dtype=torch.int32, device=theta.device)
     if items:
         best_tree[(items,)](
-            theta, *theta.stride(), lengths, lengths.stride(0), value, heads, trail, s,
-            SINGLE=single, N=N, STEPS=N.bit_length() - 1, num_warps=min(max(N * N // 512, 1), 16),
+            theta, *theta.stride(), lengths, lengths.stride(0), value, answer, trail, s,
+            SINGLE=single, N=N, STEPS=N.bit_length() - 1, ARCS=arcs,
+            num_warps=min(max(N * N // 512, 1), 16),
         )  # fmt: skip
-    return value, heads
+    return value, answer

@@ -47,8 +47,8 @@ class Face(active_set.Face):
         slot = torch.arange(1, self.slots + 1, device=self.p.device)
         used = torch.where(self.active & ~self.done[:, None], slot, 0).amax()
         self.used, left = torch.stack([used, (~self.done).sum()]).tolist()
-        if 2 * left <= len(self.items):
-            self.drop_finished()
+        if left == 0 or (2 * left <= len(self.items) and len(self.items) > self.oracle.few):
+            self.drop_finished()  # some thirty launches, and the host waits
         if left and self.used == self.slots:
             self.grow()
         return left > 0

@@ -293,6 +293,8 @@ def _completed(
 class _StructureOracle:
     """The argmax of a structure at other scores."""
 
+    few = 128  # programs that run at once
+
     def __init__(self, structure: PartStructure) -> None:
         self.structure = copy.copy(structure)
         self.structure._validate_args = False  # the scores were looked at; nobody waits for them
@@ -316,6 +318,8 @@ class _StructureOracle:
 
 class _UserOracle:
     """A user's function."""
+
+    few = 1
 
     def __init__(self, function: Callable[..., Tensor], event: torch.Size, items: Tensor) -> None:
         self.function, self.event, self.items = function, event, items

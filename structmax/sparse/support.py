@@ -11,7 +11,12 @@ from structmax.sparse.result import Solution
 
 
 class Oracle(Protocol):
-    """What a solver asks: the best structure at given scores."""
+    """What a solver asks: the best structure at given scores.
+
+    ``few``: on a GPU, so many items take it no longer than one.
+    """
+
+    few: int
 
     def __call__(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Scores ``(b, D)`` of all parts to the best value ``(b)``, −inf if there is none, and to
