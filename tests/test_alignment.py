@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import structmax as sx
+from structmax.forest.ctc import ops as ctc_ops
 from structmax.forest.grid import ops
 from structmax.structures.dynamic import DynamicStructure
 
@@ -429,6 +430,81 @@ def test_same_bits() -> None:
 
 
 # -- CTC -----------------------------------------------------------------------------------------
+
+
+def check_ctc(
+    seed: int, spread: float, shift: float, forbidden: float, gamma: float, dtype: torch.dtype
+) -> None:
+    """Value, gradient and product of the kernels against the definition, and the forest's."""
+    random = torch.Generator().manual_seed(seed)
+    T, V, S = (int(torch.randint(low, 8, (), generator=random)) for low in (1, 2, 0))
+    theta, v = (torch.randn(4, T, V, generator=random, dtype=f64) for _ in range(2))
+    theta = theta * spread + shift
+    theta[torch.rand(theta.shape, generator=random) < forbidden] = -math.inf
+    targets = torch.randint(1, V, (4, S), generator=random)
+    frames, count = (
+        torch.randint(low, k + 1, (4,), generator=random) for low, k in ((1, T), (0, S))
+    )
+    make = lambda x: sx.CTC(x, targets, frames, count, smoothing=sx.Shannon(gamma))  # noqa: E731
+    s = make(theta.to(dtype))
+    unused = ~s._usable_parts()
+    s = make(torch.where(unused, math.nan, theta).to(dtype))
+    args = [t.contiguous() for t in s._constants()], "", list(s.smoothing.code)
+
+    def run(x: Tensor) -> list[Tensor]:
+        a, mu = ctc_ops.ctc.gradient_op([x], *args)
+        assert torch.equal(a, ctc_ops.ctc.value_op([x], *args))
+        return [a, mu, *ctc_ops.ctc.hvp_op([x], [v.to(x.dtype)], *args)]
+
+    ours = run(s.log_probs)
+    with sx.backend("naive"):
+        reference = [t.to(dtype) for t in run(torch.where(unused, 0.0, s.log_probs).double())]
+    for name, a, b in zip(("value", "gradient", "product"), ours, reference, strict=True):
+        close(a, b, name, 1 / min(1.0, gamma) if name == "product" else 1.0)
+    infeasible = ours[0] == -math.inf
+    for t in ours[1:]:
+        assert not bool(t[infeasible].any()) and not bool(t[unused].any())
+    value, (mu,) = DynamicStructure._value_and_gradient(s)
+    close(ours[0], value, "value of the forest")
+    close(ours[1], mu, "gradient of the forest")
+
+
+@CASES
+def test_ctc_kernels(cases: int) -> None:
+    settings(
+        max_examples=cases,
+        deadline=None,
+        database=None,
+        derandomize=cases < 1000,
+        suppress_health_check=list(HealthCheck),
+    )(
+        given(
+            seed=st.integers(0, 2**31),
+            spread=st.sampled_from([1e-3, 1.0, 30.0, 1e3]),
+            shift=st.sampled_from([0.0, 1e4, -1e4]),
+            forbidden=st.sampled_from([0.0, 0.1, 0.4]),
+            gamma=st.sampled_from([1.0, 0.3, 4.0]),
+            dtype=st.sampled_from([f64, f32]),
+        )(check_ctc)
+    )()
+
+
+def test_ctc_alone_and_beside_nan() -> None:
+    """One thread or several, one item or the batch: the same bits; NaN stays in its item."""
+    theta, targets = randn(5, 30, 7), torch.randint(1, 7, (5, 9))
+    theta[3, 4, 0] = math.nan
+    before, runs = torch.get_num_threads(), []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        s = sx.CTC(theta, targets, validate_args=False)
+        runs.append((s.log_partition(), s.marginals()))
+    torch.set_num_threads(before)
+    (a, mu), (b, nu) = runs
+    assert a.isnan().tolist() == [False, False, False, True, False]
+    good = ~a.isnan()
+    assert torch.equal(a[good], b[good]) and torch.equal(mu[good], nu[good])
+    alone = sx.CTC(theta[1], targets[1])
+    assert torch.equal(alone.log_partition(), a[1]) and torch.equal(alone.marginals(), mu[1])
 
 
 @pytest.mark.parametrize("blank", [0, 4])

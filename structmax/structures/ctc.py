@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from structmax import checks
+from structmax.forest.ctc import ops as dense
 from structmax.forest.topology import Forest, ForestBuilder, bucket, family, name_of
-from structmax.smoothing import Smoothing
+from structmax.primitive import backend_for
+from structmax.smoothing import Shannon, Smoothing
 from structmax.structures.base import Structure
 from structmax.structures.dynamic import DynamicStructure
 from structmax.structures.nesting import nest, unnest
@@ -126,8 +128,8 @@ class CTC(DynamicStructure):
                 f"CTC: targets must be between 0 and {self.event_shape[1] - 1} and not blank "
                 f"({self.blank}), got {got} at {list(where)}."
             )
-        looked_at = self._to_states(self.log_probs.expand(*self.batch_shape, *self.event_shape))
-        checks.values("CTC", {"log_probs (of the states)": (looked_at, self._used())})
+        looked_at = self.log_probs.expand(*self.batch_shape, *self.event_shape)
+        checks.values("CTC", {"log_probs": (looked_at, self._usable_parts)})
 
     def _tensors(self) -> dict[str, tuple[Tensor, int]]:
         dims = {"log_probs": 2, "targets": 1, "input_lengths": 0, "target_lengths": 0}
@@ -251,6 +253,27 @@ class CTC(DynamicStructure):
 
     def _derivation_size(self) -> int:
         return self.event_shape[0] + 1
+
+    # -- dense kernels ----------------------------------------------------------------------------
+
+    @property
+    def _is_dense(self) -> bool:
+        return isinstance(self.smoothing, Shannon) and backend_for(self.log_probs) == "cpu"
+
+    def _constants(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self._symbols(), *self._sizes()
+
+    def _value(self) -> Tensor:
+        if not self._is_dense:
+            return super()._value()
+        return dense.ctc.value(self._parts(), self._constants(), "", self.smoothing.code)
+
+    def _value_and_gradient(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if not self._is_dense:
+            return super()._value_and_gradient()
+        args = self._parts(), self._constants(), "", self.smoothing.code
+        value, *mu = dense.ctc.value_and_gradient(*args)
+        return value, tuple(mu)
 
     def _usable_parts(self) -> Tensor:
         used = self._used().to(torch.uint8)

@@ -1,0 +1,49 @@
+"""The recursion over frames in plain torch.
+
+    V(0, s) = θ(0, s) for the first blank and the first symbol, else −∞
+    V(t, s) = θ(t, s) + γ log Σ exp of V(t−1, s), V(t−1, s−1) and, into another symbol, V(t−1, s−2)
+    A = γ log Σ exp of the last two states, after the last frame
+
+Letters: B batch, T frames, V symbols, S symbols of a target, 2S + 1 states. ``theta (B, T, V)``;
+``symbols (B, 2S+1)``, that of each state; ``frames, count (B)``: how many frames and symbols of a
+target an item has.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def value(theta: Tensor, symbols: Tensor, frames: Tensor, count: Tensor, gamma: float) -> Tensor:
+    """A ``(B)``. What no path meets is replaced by −inf first, so nothing of it reaches A."""
+    states = symbols.shape[-1]
+    state = torch.arange(states, device=theta.device)
+    index = symbols[:, None].expand(-1, theta.shape[1], -1)
+    inside = state < 2 * count[:, None, None] + 1
+    cells = torch.where(inside, theta.double().gather(2, index), -math.inf) / gamma
+    skips = (state % 2 == 1) & (symbols != symbols.roll(2, 1)) & (state > 1)
+    nothing = cells.new_full((len(cells), 2), -math.inf)
+
+    def before(v: Tensor, by: int) -> Tensor:
+        return torch.cat([nothing[:, :by], v], -1)[:, :states]
+
+    last = torch.where(state < 2, cells[:, 0], -math.inf)
+    rows = [last]
+    for row in cells.unbind(1)[1:]:
+        over = torch.where(skips, before(last, 2), -math.inf)
+        last = row + _log_sum(torch.stack([last, before(last, 1), over]))
+        rows.append(last)
+    time = (frames - 1)[:, None, None].expand(-1, 1, states)
+    end = torch.stack(rows, 1).gather(1, time).squeeze(1)
+    ends = (state == 2 * count[:, None]) | (state == 2 * count[:, None] - 1)
+    return (gamma * _log_sum(torch.where(ends, end, -math.inf).mT)).to(theta.dtype)
+
+
+def _log_sum(x: Tensor) -> Tensor:
+    """log Σ exp over the first dimension, −inf with a derivative of 0 where all are −inf."""
+    none = (x == -math.inf).all(0)
+    total = torch.where(none, 0.0, x).logsumexp(0)
+    return torch.where(none, -math.inf, total)
