@@ -54,23 +54,23 @@ def _nonprojective(device: torch.device, batch: int, n: int) -> sx.Structure:
 Make = Callable[[torch.device, int, int], sx.Structure]
 # name: how it is made, batch and sizes on each device, exponents in theory. The two largest sizes
 # are such that the leading term is most of the work, and lie on one side of what changes the time
-# for an edge: tables within a processor's own cache or not, edges listed or by rule, sums of
-# products or logarithms (for which trees with large scores are left).
+# for an edge: edges by rule (lists of them, of smaller trees, outgrow one cache after the other),
+# tables within a cache, sums of products and not of logarithms.
 STRUCTURES: dict[str, tuple[Make, dict[str, tuple[int, list[int]]], int, int]] = {
     "LinearChain, 32 tags": (
         _chain,
-        {"cpu": (16, [512, 1024, 2048]), "cuda": (64, [1024, 2048])},
+        {"cpu": (32, [1024, 2048]), "cuda": (64, [1024, 2048])},
         1,
         1,
     ),
-    "BinaryTree": (_binary, {"cpu": (8, [96, 192]), "cuda": (16, [320, 640])}, 3, 2),
+    "BinaryTree": (_binary, {"cpu": (8, [320, 640]), "cuda": (16, [320, 640])}, 3, 2),
     "DependencyTree, projective": (
         _projective,
-        {"cpu": (8, [64, 128]), "cuda": (16, [256, 512])},
+        {"cpu": (2, [224, 448]), "cuda": (16, [256, 512])},
         3,
         2,
     ),
-    "DependencyTree": (_nonprojective, {"cpu": (4, [128, 256]), "cuda": (16, [256, 512])}, 3, 2),
+    "DependencyTree": (_nonprojective, {"cpu": (2, [384, 768]), "cuda": (16, [256, 512])}, 3, 2),
 }
 
 
