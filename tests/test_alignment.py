@@ -568,6 +568,16 @@ def test_ctc_condition() -> None:
         torch.testing.assert_close(p, s.marginals()[t, v])
 
 
+def test_ctc_names_the_bad_score() -> None:
+    """One that a path meets; what none meets may be anything."""
+    scores, targets = randn(2, 4, 3), torch.tensor([1, 1])
+    scores[0, 3, 2] = math.nan  # no symbol of the target
+    assert bool(sx.CTC(scores, targets).log_partition().isfinite().all())
+    scores[1, 0, 1] = math.nan
+    with pytest.raises(ValueError, match=r"log_probs\[1, 0, 1\] is nan"):
+        sx.CTC(scores, targets)
+
+
 def test_ctc_without_room() -> None:
     """Three frames do not hold a repeat of three; a blank has to stand between."""
     s = sx.CTC(randn(2, 3, 3), torch.tensor([[1, 1, 1], [1, 2, 1]]))
