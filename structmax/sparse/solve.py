@@ -374,6 +374,13 @@ class Untracked(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Tensor) -> tuple[None, ...]:
         return (None,) * ctx.count
 
+    @staticmethod
+    def vmap(*_: Any) -> Any:
+        raise RuntimeError(
+            "SparseMAP has no rule for torch.vmap: how many structures are active depends on the "
+            "scores. Make the mapped dimension one of the batch."
+        )
+
 
 def _untracked(run: Callable[..., Solution], tensors: Sequence[Tensor]) -> Solution:
     """What a solver finds, without derivatives; inside a transform it is given plain tensors."""

@@ -289,6 +289,7 @@ class Structure(Distribution):
         an argmax is needed, so this also works where marginals are intractable. μ is unique, but
         several distributions may have this mean: ``probs`` is one of them. Differentiable, but for
         kinks where the set of active structures changes; the second derivative of μ is zero.
+        Of ``torch.func``, ``vmap`` over scores is refused; derivatives of all kinds work.
 
         Args:
             method: ``"active-set"`` is exact, up to rounding, and ends by itself. ``"away"``,
