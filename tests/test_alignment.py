@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from properties import for_all
 from torch import Tensor
 
 import structmax as sx
@@ -299,19 +299,13 @@ def check_grid(grid: Grid, omega: sx.Smoothing, band: int | None) -> None:
 
 @CASES
 def test_grid_kernels(cases: int) -> None:
-    settings(
-        max_examples=cases,
-        deadline=None,
-        database=None,
-        derandomize=cases < 1000,
-        suppress_health_check=list(HealthCheck),
-    )(
-        given(
-            grid=grids,
-            omega=st.sampled_from(OMEGAS),
-            band=st.sampled_from([None, 0, 1, 2]),
-        )(check_grid)
-    )()
+    for_all(
+        cases,
+        check_grid,
+        grid=grids,
+        omega=st.sampled_from(OMEGAS),
+        band=st.sampled_from([None, 0, 1, 2]),
+    )
 
 
 def check_series(grid: Grid, omega: sx.Smoothing, band: int | None) -> None:
@@ -343,19 +337,13 @@ def check_series(grid: Grid, omega: sx.Smoothing, band: int | None) -> None:
 
 @CASES
 def test_series_kernels(cases: int) -> None:
-    settings(
-        max_examples=cases,
-        deadline=None,
-        database=None,
-        derandomize=cases < 1000,
-        suppress_health_check=list(HealthCheck),
-    )(
-        given(
-            grid=grids.filter(lambda g: g.spread <= 30 and g.forbidden == 0 and not g.ties),
-            omega=st.sampled_from(OMEGAS),
-            band=st.sampled_from([None, 0, 1, 2]),
-        )(check_series)
-    )()
+    for_all(
+        cases,
+        check_series,
+        grid=grids.filter(lambda g: g.spread <= 30 and g.forbidden == 0 and not g.ties),
+        omega=st.sampled_from(OMEGAS),
+        band=st.sampled_from([None, 0, 1, 2]),
+    )
 
 
 @pytest.mark.parametrize("omega", OMEGAS, ids=str)
@@ -471,22 +459,16 @@ def check_ctc(
 
 @CASES
 def test_ctc_kernels(cases: int) -> None:
-    settings(
-        max_examples=cases,
-        deadline=None,
-        database=None,
-        derandomize=cases < 1000,
-        suppress_health_check=list(HealthCheck),
-    )(
-        given(
-            seed=st.integers(0, 2**31),
-            spread=st.sampled_from([1e-3, 1.0, 30.0, 1e3]),
-            shift=st.sampled_from([0.0, 1e4, -1e4]),
-            forbidden=st.sampled_from([0.0, 0.1, 0.4]),
-            gamma=st.sampled_from([1.0, 0.3, 4.0]),
-            dtype=st.sampled_from([f64, f32]),
-        )(check_ctc)
-    )()
+    for_all(
+        cases,
+        check_ctc,
+        seed=st.integers(0, 2**31),
+        spread=st.sampled_from([1e-3, 1.0, 30.0, 1e3]),
+        shift=st.sampled_from([0.0, 1e4, -1e4]),
+        forbidden=st.sampled_from([0.0, 0.1, 0.4]),
+        gamma=st.sampled_from([1.0, 0.3, 4.0]),
+        dtype=st.sampled_from([f64, f32]),
+    )
 
 
 def test_ctc_alone_and_beside_nan() -> None:

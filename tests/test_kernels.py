@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from properties import for_all
 from torch import Tensor
 
 import structmax as sx
@@ -32,17 +32,6 @@ SMOOTHINGS = [
     sx.Tsallis(1.3, 2.0),
 ]
 CASES = pytest.mark.parametrize("cases", [50, pytest.param(10_000, marks=pytest.mark.slow)])
-
-
-def for_all(cases: int, check: Callable[..., None], **strategies: st.SearchStrategy) -> None:
-    """Runs a property on that many examples; a failure is shrunk and shown."""
-    settings(
-        max_examples=cases,
-        deadline=None,
-        database=None,
-        derandomize=cases < 1000,
-        suppress_health_check=list(HealthCheck),
-    )(given(**strategies)(check))()
 
 
 @dataclass

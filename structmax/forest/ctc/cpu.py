@@ -2,7 +2,8 @@
 
 The states of a frame do not depend on each other. What the way back needs is kept for every state
 of every frame: how likely it was entered by staying, from the state before and from the one before
-that. Rows of states start at index 2; the two entries before hold nothing.
+that. Rows of V start at index 2; the two entries before hold nothing. γ is taken out of scores and
+put back into A by the caller.
 """
 
 from __future__ import annotations
@@ -187,6 +188,7 @@ def tangent(a, inverse, v, symbols, frames, states, reach, V, dV, W, Q, D, F, dF
 
 @kernel
 def values(low, high, inverse, theta, symbols, frames, count, a, V, W, over, first, reach, Q):
+    """A/γ of the items low..high."""
     for b in range(low, high):
         item, states = (symbols[b], frames[b]), 2 * count[b] + 1
         a[b] = up(inverse, theta[b], *item, states, V, W, over, first, reach, Q, False)
@@ -197,6 +199,7 @@ def gradients(
     low, high, inverse, theta, symbols, frames, count, a, mu,
     V, W, over, first, reach, Q, F, G,
 ):  # fmt: skip
+    """A/γ and μ of the items low..high, which is 0 where nothing is written."""
     for b in range(low, high):
         item, states = (symbols[b], frames[b]), 2 * count[b] + 1
         a[b] = up(inverse, theta[b], *item, states, V, W, over, first, reach, Q, True)
@@ -208,6 +211,7 @@ def products(
     low, high, inverse, theta, symbols, frames, count, v, w,
     V, W, over, first, reach, Q, F, G, dV, D, dF, dG,
 ):  # fmt: skip
+    """Hessian-vector products of the items low..high."""
     for b in range(low, high):
         item, states = (symbols[b], frames[b]), 2 * count[b] + 1
         a = up(inverse, theta[b], *item, states, V, W, over, first, reach, Q, True)
