@@ -394,21 +394,3 @@ def test_more_than_2_to_the_31_entries() -> None:
         alone = ops.chain.gradient_op(last, [full(unary)[-1:]], "", SHANNON)
     for mine, reference in zip(together, alone, strict=True):
         assert torch.equal(mine[-1:], reference)
-
-
-@pytest.mark.parametrize(("n", "c"), [(1, 1), (1, 3), (2, 1), (5, 3), (20, 16), (35, 9)])
-def test_counts_of_the_best_tags(n: int, c: int) -> None:
-    """All parts in a row, as the solver of SparseMAP has them, against one-hots of the tags."""
-    for steps in {1, n - 1} - {0}:
-        unary = torch.randn(3, n, c, dtype=torch.float64, device=DEVICE)
-        transition = torch.randn(3, steps, c, c, dtype=torch.float64, device=DEVICE)
-        lengths = torch.tensor([n, 1, (n + 1) // 2], device=DEVICE)
-        row = torch.cat([unary.flatten(1), transition.flatten(1)], 1)
-        given = transition if steps == n - 1 else transition[:, 0]
-        with backend("gpu"):
-            chain = sx.LinearChain(unary, given, lengths=lengths)
-            found = chain._best_counts(row)
-            assert found is not None
-            value, parts = chain._argmax_parts((unary, transition))
-        torch.testing.assert_close(found[0], value)
-        assert torch.equal(found[1], torch.cat([p.flatten(1) for p in parts], 1))

@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 import structmax as sx
-from structmax.sparse import active_set, active_set_gpu
+from structmax.sparse import active_set, active_set_gpu, fused_gpu
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -52,6 +52,8 @@ CASES = {
     "forbidden": forbidden,
     "tree": lambda: tree(lengths=LENGTHS),
     "many-roots": lambda: tree(2, root="multi"),
+    "steps": lambda: sx.LinearChain(randn(2, 4, 3), randn(2, 3, 3, 3, seed=1)),
+    "one-position": lambda: sx.LinearChain(randn(2, 1, 5), randn(5, 5, seed=1)),
     "ties": lambda: sx.DependencyTree(torch.zeros(1, 5, 5, dtype=torch.float64)),
 }
 
@@ -75,10 +77,45 @@ def test_agrees_with_the_compiled_solver(case: str) -> None:
     structure = CASES[case]()
     ours, result = solved(structure, "gpu")
     other, _ = solved(structure, "cpu")
-    smooth = len(ours) if case != "ties" else 2  # at a kink there are several derivatives
-    for a, b in zip(ours[:smooth], other[:smooth], strict=True):
+    for a, b in zip(ours, other, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
     assert bool((result.gap < 1e-9).all()) and bool((result.probs >= 0).all())
+
+
+def test_the_whole_face_of_equal_scores() -> None:
+    """Of tags without any preference: derivatives are those of a projection at each position."""
+    unary = torch.zeros(1, 5, 3, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    with sx.backend("gpu"):
+        result = sx.LinearChain(unary, torch.zeros_like(unary[0, :3])).sparsemap()
+    direction = randn(1, 5, 3).to(DEVICE)
+    (grad,) = torch.autograd.grad(result.marginals, unary, direction)
+    torch.testing.assert_close(grad, direction - direction.mean(-1, keepdim=True))
+    assert int(result.num_active) == 3 and result.structures.shape[1] == 3  # which are not all
+
+
+@pytest.mark.parametrize("most", [32, 16])
+def test_slots_grow_and_end(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the last of them another solver has to do it."""
+    monkeypatch.setattr(fused_gpu, "FIRST_SLOTS", 16)
+    monkeypatch.setattr(fused_gpu, "MOST_SLOTS", most)
+    structure = sx.DependencyTree(0.1 * randn(1, 6, 6))
+    found: list[Any] = []
+    solve = fused_gpu.solve
+    monkeypatch.setattr(fused_gpu, "solve", lambda *a: found.append(solve(*a)) or found[-1])
+    ours, result = solved(structure, "gpu")
+    other, _ = solved(structure, "cpu")
+    assert int(result.num_active) > 16
+    assert [f is not None for f in found] == [most == 32]
+    for a, b in zip(ours, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+
+
+def test_an_item_does_not_depend_on_its_batch() -> None:
+    structure = tree(3)
+    with sx.backend("gpu"):
+        together = sx.DependencyTree(structure.scores.to(DEVICE)).sparsemap()
+        alone = sx.DependencyTree(structure.scores[1:2].to(DEVICE)).sparsemap()
+    assert torch.equal(together.marginals[1:2], alone.marginals)
 
 
 def test_all_parts_penalised_and_both_gradients() -> None:

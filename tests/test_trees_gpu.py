@@ -226,22 +226,6 @@ def test_looking_at_values_only() -> None:
         assert tree.argmax().sum((-1, -2)).tolist() == [3, 2]
 
 
-@pytest.mark.parametrize("root", ["single", "multi"])
-def test_arcs_of_the_best_tree(root: str) -> None:
-    """In a row, as the solver of SparseMAP has them."""
-    for n in (1, 2, 6):
-        scores = make("random", n, 3).to(DEVICE)
-        with sx.backend("gpu"):
-            for lengths in (None, torch.tensor([n, 1, (n + 1) // 2], device=DEVICE)):
-                tree = sx.DependencyTree(scores, lengths, root=root)
-                found = tree._best_counts(scores.flatten(1))
-                value, parts = tree._argmax_parts((scores,))
-                assert found is not None
-                torch.testing.assert_close(found[0], value)
-                assert torch.equal(found[1], parts[0].flatten(1))
-            assert sx.DependencyTree(scores[..., None], labelled=True)._best_counts(scores) is None
-
-
 def test_queries_of_an_empty_batch() -> None:
     scores = torch.zeros(0, 4, 4, device=DEVICE)
     with sx.backend("gpu"):

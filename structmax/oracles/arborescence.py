@@ -230,17 +230,3 @@ def _register_vmap() -> None:
 
 _register_vmap()
 best_tree = direct(tree_argmax, _run_argmax)
-
-
-def best_counts(
-    scores: Tensor, s: int, lengths: Tensor, single: bool
-) -> tuple[Tensor, Tensor] | None:
-    """For squares in a row, ``(B, s²)``, the best value ``(B)`` and the arcs of the best tree, in a
-    row too; None where no kernel has this in one go."""
-    if backend_for(scores) != "gpu" or s > MAX_SIDE_ON_GPU:
-        return None
-    from structmax.oracles import arborescence_gpu
-
-    square = scores.view(len(scores), s, s)
-    value, arcs = arborescence_gpu.argmax(square, lengths, single, arcs=True)
-    return value, arcs.view(scores.shape)

@@ -29,18 +29,10 @@ def _largest_of_node(node, x):
     return tl.max(tl.where(same, x[:, None], -float("inf")), 0, return_indices=True)
 
 
-@quick
-@triton.jit(do_not_specialize=["sb", "sh", "sm", "sl", "s"])
-def best_tree(
-    scores, sb, sh, sm, lengths, sl, value, answer, trail, s,
-    SINGLE: tl.constexpr, N: tl.constexpr, STEPS: tl.constexpr, ARCS: tl.constexpr,
-):  # fmt: skip
-    """The value of the best tree of an item, and the heads of its words or, with ``ARCS``, a square
-    that has 1 for its arcs."""
-    b = tl.program_id(0).to(tl.int64)
-    scores += b * sb
-    trail += b * 2 * N * N
-    n = tl.minimum(tl.load(lengths + b * sl), s - 1).to(tl.int32)
+@triton.jit
+def find_tree(scores, sh, sm, n, trail, SINGLE: tl.constexpr, N: tl.constexpr, STEPS: tl.constexpr):
+    """The value of the best tree over words 1..n, and the heads of the words, −1 for all others and
+    where there is no tree. ``trail`` has room for ``2N²`` numbers."""
     word = tl.arange(0, N)
     u, i = word[:, None], word[None, :]
     used = (i > 0) & (i <= n) & (u <= n) & (i != u)
@@ -103,30 +95,41 @@ def best_tree(
     own = tl.load(scores + head * sh + word * sm, mask=found, other=0.0).to(tl.float64)
     total = tl.where(feasible > 0, tl.sum(own, 0), -float("inf"))
     total = tl.where(good > 0, total, float("nan"))
+    return total, tl.where(found, head, -1)
+
+
+@quick
+@triton.jit(do_not_specialize=["sb", "sh", "sm", "sl", "s"])
+def best_tree(
+    scores, sb, sh, sm, lengths, sl, value, heads, trail, s,
+    SINGLE: tl.constexpr, N: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """The value of the best tree of an item and the heads of its words, 0 in the padding."""
+    b = tl.program_id(0).to(tl.int64)
+    n = tl.minimum(tl.load(lengths + b * sl), s - 1).to(tl.int32)
+    scores += b * sb
+    total, head = find_tree(scores, sh, sm, n, trail + b * 2 * N * N, SINGLE, N, STEPS)
     tl.store(value + b, total.to(value.dtype.element_ty))
-    if ARCS:
-        arcs = found[None, :] & (head[None, :] == u)
-        out = answer + b * s * s + u * s + i
-        tl.store(out, arcs.to(answer.dtype.element_ty), mask=(u < s) & (i < s))
-    else:
-        out = answer + b * (s - 1) + word - 1
-        tl.store(out, tl.where(found, head, 0).to(tl.int64), mask=(word > 0) & (word < s))
+    word = tl.arange(0, N)
+    out = heads + b * (s - 1) + word - 1
+    tl.store(out, tl.maximum(head, 0).to(tl.int64), mask=(word > 0) & (word < s))
 
 
-def argmax(
-    theta: Tensor, lengths: Tensor, single: bool, arcs: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Scores ``(B)`` and heads ``(B, s−1)``, or ``arcs (B, s, s)``; −inf where there is no tree."""
+def argmax(theta: Tensor, lengths: Tensor, single: bool) -> tuple[Tensor, Tensor]:
+    """Scores ``(B)`` and heads ``(B, s−1)``; −inf where there is no tree."""
     items, s, _ = theta.shape
     N = max(triton.next_power_of_2(s), 16)
     value = theta.new_empty(items)
-    shape, dtype = ((s, s), theta.dtype) if arcs else ((s - 1,), torch.int64)
-    answer = torch.empty(items, *shape, dtype=dtype, device=theta.device)
+    heads = torch.empty(items, s - 1, dtype=torch.int64, device=theta.device)
     trail = torch.empty(items, N, 2, N, dtype=torch.int32, device=theta.device)
     if items:
         best_tree[(items,)](
-            theta, *theta.stride(), lengths, lengths.stride(0), value, answer, trail, s,
-            SINGLE=single, N=N, STEPS=N.bit_length() - 1, ARCS=arcs,
-            num_warps=min(max(N * N // 512, 1), 16),
+            theta, *theta.stride(), lengths, lengths.stride(0), value, heads, trail, s,
+            SINGLE=single, N=N, STEPS=N.bit_length() - 1, num_warps=warps(N),
         )  # fmt: skip
-    return value, answer
+    return value, heads
+
+
+def warps(N: int) -> int:
+    """For a square of N words in registers."""
+    return min(max(N * N // 512, 1), 16)

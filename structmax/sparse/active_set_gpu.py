@@ -76,7 +76,7 @@ class Face(active_set.Face):
 
 
 @triton.jit
-def _times(A, x, ROOM, used, K: tl.constexpr):
+def times(A, x, ROOM, used, K: tl.constexpr):
     """Ax"""
     i = tl.arange(0, K)
     tl.debug_barrier()
@@ -91,10 +91,10 @@ def _times(A, x, ROOM, used, K: tl.constexpr):
 
 
 @triton.jit
-def _solve(A, W, right, ROOM, used, K: tl.constexpr):
+def solve(A, W, right, ROOM, used, K: tl.constexpr):
     """A⁻¹ on the active slots, with one step of refinement since W has drifted."""
-    x = _times(W, right, ROOM, used, K)
-    return x + _times(W, right - _times(A, x, ROOM, used, K), ROOM, used, K)
+    x = times(W, right, ROOM, used, K)
+    return x + times(W, right - times(A, x, ROOM, used, K), ROOM, used, K)
 
 
 @triton.jit
@@ -139,8 +139,8 @@ def _settle(p, c, active, newest, A, W, ROOM, used, K: tl.constexpr):
     done = newest * 0
     go_on = done == 0
     while go_on:
-        x = _solve(A, W, tl.where(active, c, 0.0), ROOM, used, K)
-        y = _solve(A, W, active.to(tl.float64), ROOM, used, K)
+        x = solve(A, W, tl.where(active, c, 0.0), ROOM, used, K)
+        y = solve(A, W, active.to(tl.float64), ROOM, used, K)
         best = x + (1.0 - tl.sum(x, 0)) / tl.sum(y, 0) * y
         low = active & (best <= TINY)
         go_on = tl.max(low.to(tl.int32), 0) > 0
@@ -155,6 +155,56 @@ def _settle(p, c, active, newest, A, W, ROOM, used, K: tl.constexpr):
             go_on = done == 0
         else:
             p = tl.where(active, best, 0.0)
+    return p, active, done
+
+
+@triton.jit
+def join(active, right, size, u, distance, total, slot, A, W, C, ROOM, used, K: tl.constexpr):
+    """A structure becomes active: its row of A, W, its score; returns what is active then. ``u``
+    and ``distance`` are those of its products ``right`` with the others (see ``enter``)."""
+    i = tl.arange(0, K)
+    new = i == slot
+    right = tl.where(new, size, tl.where(active, right, 0.0))
+    tl.store(A + slot * K + i, right)
+    tl.store(A + i * K + slot, right)
+    tl.store(C + slot, total)
+    active = active | new
+    _add_square(W, tl.where(new, -1.0, u), 1.0 / distance, active, ROOM, used, K)
+    return active
+
+
+@triton.jit
+def enter(p, c, active, products, size, total, slot, A, W, C, ROOM, used, K: tl.constexpr):
+    """A better structure joins the face in a free slot, and the weights walk to the best point of
+    it. Given its products with the others, with itself, and its score.
+
+    Returns the weights, what is active, and 1 if that shows that the item is done, else 0.
+    """
+    i = tl.arange(0, K)
+    right = tl.where(active, products + 1.0, 0.0)
+    size += 1.0
+    u = solve(A, W, right, ROOM, used, K)
+    distance = size - tl.sum(right * u, 0)
+    weight = total * 0.0
+    newest = slot
+    done = slot * 0
+    if distance <= size * DEPENDENT:
+        # weight moves to it at no penalty, until that of another reaches 0
+        done = (total - tl.sum(u * c, 0) <= 0.0).to(tl.int32)
+        reach, leaves = tl.min(tl.where(active & (u > TINY), p / u, INF), 0, return_indices=True)
+        if done == 0:
+            weight = reach
+            p = tl.where(i == leaves, 0.0, tl.maximum(p - weight * u, 0.0))
+            active = _leave(W, leaves, active, ROOM, used, K)
+            right = tl.where(active, right, 0.0)
+            u = solve(A, W, right, ROOM, used, K)
+            distance = tl.maximum(size - tl.sum(right * u, 0), size * DEPENDENT)
+        newest = slot * 0 - 1
+    if done == 0:
+        active = join(active, right, size, u, distance, total, slot, A, W, C, ROOM, used, K)
+        c = tl.where(i == slot, total, tl.where(active, c, 0.0))
+        p = tl.where(i == slot, weight, p)
+        p, active, done = _settle(p, c, active, newest, A, W, ROOM, used, K)
     return p, active, done
 
 
@@ -234,44 +284,15 @@ def _absorb(
         tl.store(GAP + b, tl.maximum(gap, 0.0))
         tl.store(CALLS + b, calls)
         if done == 0:
-            right = tl.where(active, penalised + 1.0, 0.0)
-            size += 1.0
             slot = tl.min(tl.where(active, K, i), 0)
-            u = _solve(A, W, right, ROOM, used, K)
-            distance = size - tl.sum(right * u, 0)
-            weight = total * 0.0
-            newest = slot
-            if distance <= size * DEPENDENT:
-                # weight moves to z at no penalty, until that of another reaches 0
-                done = total - tl.sum(u * c, 0) <= 0.0
-                down = tl.where(active & (u > TINY), p / u, INF)
-                reach, leaves = tl.min(down, 0, return_indices=True)
-                if done == 0:
-                    weight = reach
-                    p = tl.where(i == leaves, 0.0, tl.maximum(p - weight * u, 0.0))
-                    active = _leave(W, leaves, active, ROOM, used, K)
-                    right = tl.where(active, right, 0.0)
-                    u = _solve(A, W, right, ROOM, used, K)
-                    distance = size - tl.sum(right * u, 0)
-                    distance = tl.maximum(distance, size * DEPENDENT)
-                newest = slot * 0 - 1
-            if done == 0:
-                new = i == slot
-                right = tl.where(new, size, tl.where(active, right, 0.0))
-                tl.store(A + slot * K + i, right)
-                tl.store(A + i * K + slot, right)
-                active = active | new
-                u = tl.where(new, -1.0, u)
-                _add_square(W, u, 1.0 / distance, active, ROOM, used, K)
-                for first in range(0, parts, D):
-                    d = first + tl.arange(0, D)
-                    z = tl.load(Z + d, mask=d < parts)
-                    tl.store(COUNTS + slot * parts + d, z, mask=d < parts)
-                tl.store(C + b * K + slot, total)
-                c = tl.where(new, total, tl.where(active, c, 0.0))
-                p = tl.where(new, weight, p)
-                p, active, settled = _settle(p, c, active, newest, A, W, ROOM, used, K)
-                done = settled > 0
-                tl.store(P + b * K + i, p)
-                tl.store(ACTIVE + b * K + i, active.to(tl.uint8))
+            for first in range(0, parts, D):
+                d = first + tl.arange(0, D)
+                z = tl.load(Z + d, mask=d < parts)
+                tl.store(COUNTS + slot * parts + d, z, mask=d < parts)
+            p, active, left = enter(
+                p, c, active, penalised, size, total, slot, A, W, C + b * K, ROOM, used, K
+            )
+            tl.store(P + b * K + i, p)
+            tl.store(ACTIVE + b * K + i, active.to(tl.uint8))
+            done = left > 0
         tl.store(DONE + b, done.to(tl.uint8))

@@ -71,7 +71,7 @@ def solve(
     face = Face(chunks, (sizes[0], sum(sizes[1:])))
     vertices, edges, probs = face.counts(structure.dtype)
     gap, steps = torch.from_numpy(face.found.gap), torch.from_numpy(face.found.steps)
-    return Solution(vertices, edges, probs, gap, steps, face=face)
+    return Solution(vertices, edges, probs, gap, steps, face=face, whole=complete)
 
 
 def _start(init: SparseMAPResult | None, items: int, size: int) -> tuple[NDArray, NDArray]:

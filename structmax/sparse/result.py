@@ -41,7 +41,12 @@ class Solution(NamedTuple):
     items: Tensor | None = None
     """Items ``(b)`` whose face has more directions than the active structures show."""
     rows: Tensor | None = None
-    """What spans all directions of their faces, ``(b, ·, d + e)``; see ``completion``."""
+    """What spans all directions of their faces, ``(b, k, d + e)``: orthonormal directions (see
+    ``completion``) or, with ``inner``, structures."""
+    inner: Tensor | None = None
+    """(MᵀM + 11ᵀ)⁻¹ of these structures, ``(b, k, k)``."""
+    whole: bool = False
+    """Whether the rest of the faces was looked for: ``face``, ``items`` and ``rows`` have it."""
 
 
 @dataclass(frozen=True)

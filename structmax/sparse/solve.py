@@ -61,7 +61,7 @@ def sparsemap(
     def run(*plain: Tensor) -> Solution:
         same = structure._rebuild(**dict(zip(tensors, plain, strict=True))) if plain else structure
         solution = _solve(same, method, max_iter, tol, init, penalize, watched)
-        if not watched or method != "active-set" or solution.face is not None:
+        if not watched or method != "active-set" or solution.whole:
             return solution
         theta = torch.cat(_flat(same._parts(), batch), -1)
         width = theta.shape[-1] if penalize == "all" else structure.event_shape.numel()
@@ -232,15 +232,20 @@ def _solve(
     penalize: str,
     complete: bool = False,
 ) -> Solution:
-    """``complete``: whether the compiled solver is to find the whole face."""
+    """``complete``: whether a compiled solver is to find the whole face."""
     parts, batch = structure._parts(), structure.batch_shape
-    on_cpu = parts[0].device.type == "cpu" and backend_for(parts[0]) == "cpu"
-    if method == "active-set" and on_cpu and batch.numel():
-        from structmax.sparse import cpu
+    backend, found = backend_for(parts[0]), None
+    if method == "active-set" and batch.numel():
+        if backend == "cpu" and parts[0].device.type == "cpu":
+            from structmax.sparse import cpu
 
-        found = cpu.solve(structure, penalize, max_iter, tol, init, complete)
-        if found is not None:
-            return found
+            found = cpu.solve(structure, penalize, max_iter, tol, init, complete)
+        elif backend == "gpu" and init is None:
+            from structmax.sparse import fused_gpu
+
+            found = fused_gpu.solve(structure, penalize, max_iter, tol, complete)
+    if found is not None:
+        return found
     theta = torch.cat(_flat(parts, batch), -1)
     primary = structure.event_shape.numel()
     width = theta.shape[-1] if penalize == "all" else primary
@@ -302,8 +307,6 @@ class _StructureOracle:
         self.events = [p.shape[batch:] for p in structure._parts()]
 
     def __call__(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        if (found := self.structure._best_counts(scores)) is not None:
-            return found
         flat = scores.split([event.numel() for event in self.events], -1)
         batch = self.structure.batch_shape
         parts = [s.reshape(*batch, *event) for s, event in zip(flat, self.events, strict=True)]
@@ -427,7 +430,7 @@ def _attach(
     answer = _on_active(solution, theta, penalize_all, independent)
     if solution.items is None or solution.rows is None or not is_transforming(theta):
         return answer
-    return _on_face(solution.items, solution.rows, theta, penalize_all, answer)
+    return _on_face(solution, theta, penalize_all, answer)
 
 
 def _on_active(
@@ -487,14 +490,19 @@ def _bordered(inverse: Tensor) -> Tensor:
 
 
 def _on_face(
-    items: Tensor, rows: Tensor, theta: Sequence[Tensor], penalize_all: bool, answer: _Answer
+    solution: Solution, theta: Sequence[Tensor], penalize_all: bool, answer: _Answer
 ) -> _Answer:
     """Means and values of some items with the derivatives of their whole faces."""
+    items, rows = solution.items, solution.rows
+    assert items is not None and rows is not None
     scores = torch.cat([t[items] for t in theta], -1)
     mean = torch.cat([m.detach()[items] for m in answer.means], -1)
     met = (mean != 0) | (rows != 0).any(1)
     scores = torch.where(met, scores, 0.0)  # what no structure of the face has may be anything
-    mean = mean + _mean((rows @ (scores - scores.detach())[..., None]).squeeze(-1), rows)
+    move = rows @ (scores - scores.detach())[..., None]
+    if solution.inner is not None:
+        move = _bordered(solution.inner) @ move
+    mean = mean + _mean(move.squeeze(-1), rows)
     penalised = mean if penalize_all else mean[:, : theta[0].shape[-1]]
     value = (scores * mean).sum(-1) - penalised.square().sum(-1) / 2
     pieces = mean.split([m.shape[-1] for m in answer.means], -1)

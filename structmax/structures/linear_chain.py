@@ -355,10 +355,6 @@ class LinearChain(LateLook, DynamicStructure):
             return best, (z, z[..., :-1, :, None] * z[..., 1:, None, :])
         return best, (z, (z[..., :-1, :].mT @ z[..., 1:, :]).unsqueeze(-3))
 
-    def _best_counts(self, scores: Tensor) -> tuple[Tensor, Tensor] | None:
-        n, c = self.event_shape
-        return dense.best_counts(scores, n, c, self._lengths().reshape(-1))
-
     def argmax_tags(self) -> Tensor:
         """The tags of ``argmax()`` as integers ``(*B, n)``, −1 in the padding, without one-hots.
 

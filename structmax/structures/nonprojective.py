@@ -190,12 +190,6 @@ class NonprojectiveTree(LateLook, DependencyTree, ArcStructure):
     def _from_arcs(self, mu: Tensor) -> Tensor:
         return mu[..., None] * self._label_chances() if self.labelled else mu
 
-    def _best_counts(self, scores: Tensor) -> tuple[Tensor, Tensor] | None:
-        if self.labelled:
-            return None
-        words = self._words().reshape(-1)
-        return arborescence.best_counts(scores, self.event_shape[0], words, self._single)
-
     def max_marginals(self) -> Tensor:
         self._look()
         choices = self._choices().detach()

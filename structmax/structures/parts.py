@@ -60,11 +60,6 @@ class PartStructure(Structure):
         """The best structure at other scores, shaped as ``_parts()``: its score ``(*batch)``, −inf
         if there is none, and how often it has each part, shaped as the scores."""
 
-    def _best_counts(self, scores: Tensor) -> tuple[Tensor, Tensor] | None:
-        """As ``_argmax_parts`` for the scores of all parts of an item in a row, ``(b, D)``, and
-        counts so too, where a kernel has these at once."""
-        return None
-
     def _usable_parts(self) -> Tensor:
         """Which primary parts some structure may have, whatever the scores: no padding. A mask
         that broadcasts to ``_parts()[0]``."""

@@ -393,19 +393,17 @@ def _hessian_product(
             _store_tile(WT, b, t, steps, c, tl.zeros((C, C), zeros.dtype), C)
 
 
-@quick
 @triton.jit
-def _viterbi(
-    U, us, T, ts, L, ls, BEST, TAGS, P, n, c,
+def best_tags(
+    U, us, T, ts, b, last, TAGS, P, n, c,
     C: tl.constexpr, EVEN: tl.constexpr, SHARED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The best score and its tags. P ``(B, n, c)`` int16 keeps the best predecessors.
+    """The best score of item b, whose tags up to position ``last`` go to its row TAGS.
+    P ``(B, n, c)`` int16 keeps the best predecessors.
 
     NaN travels as +inf, which wins every comparison, and is NaN again in the result.
     """
-    b = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, C)
-    last = tl.load(L + b * ls).to(tl.int64) - 1
     rounds = last.to(tl.int32)
     if SHARED:
         tile, tile_peak = _centered_tile(_tile(T, ts, b, 0, c, C, EVEN))
@@ -425,49 +423,32 @@ def _viterbi(
         offset += peak.to(tl.float64) + tile_peak + lag
         _store_row(P, b, t + 1, n, c, at.to(tl.int16), C)
     top, tag = tl.max(alpha, 0, return_indices=True)
-    best = tl.where(top == float("inf"), float("nan"), offset + top)
-    tl.store(BEST + b, best.to(BEST.dtype.element_ty))
 
     tl.debug_barrier()
     tag = tag.to(tl.int32)
     for k in tl.range(0, rounds, num_stages=STAGES):
         t = last - k
-        tl.store(TAGS + b * n + t, tag.to(tl.int64))
+        tl.store(TAGS + t, tag.to(TAGS.dtype.element_ty))
         row = tl.load(P + (b * n + t) * c + j, mask=j < c, other=0).to(tl.int32)
         tag = tl.sum(tl.where(j == tag, row, 0), 0)
-    tl.store(TAGS + b * n, tag.to(tl.int64))
-    for t in range(last + 1, n):
-        tl.store(TAGS + b * n + t, tl.full((), -1, tl.int64))
+    tl.store(TAGS, tag.to(TAGS.dtype.element_ty))
+    return tl.where(top == float("inf"), float("nan"), offset + top)
 
 
 @quick
 @triton.jit
-def _count_parts(
-    TAGS, Z, n, c, parts, SHARED: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr
-):
-    """How often tags, −1 in the padding, have each part: those of positions, then transitions."""
+def _viterbi(
+    U, us, T, ts, L, ls, BEST, TAGS, P, n, c,
+    C: tl.constexpr, EVEN: tl.constexpr, SHARED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The best score and its tags, −1 in the padding."""
     b = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * BLOCK
-    d = first + tl.arange(0, BLOCK)
     TAGS += b * n
-    own = d < n * c
-    z = (own & (tl.load(TAGS + d // c, mask=own, other=-1) == d % c)).to(tl.int32)
-    edge = tl.where(own, -1, d - n * c)
-    if SHARED:
-        if first + BLOCK > n * c:
-            for start in range(0, n - 1, STEPS):
-                t = start + tl.arange(0, STEPS)
-                before = tl.load(TAGS + t, mask=t < n - 1, other=-1)
-                after = tl.load(TAGS + t + 1, mask=t < n - 1, other=-1)
-                move = tl.where(after < 0, -2, before * c + after)
-                z += tl.sum((move[:, None] == edge[None, :]).to(tl.int32), 0)
-    else:
-        inside = (edge >= 0) & (d < parts)
-        t = edge // (c * c)
-        before = tl.load(TAGS + t, mask=inside, other=-1)
-        after = tl.load(TAGS + t + 1, mask=inside, other=-1)
-        z += (inside & (before == edge // c % c) & (after == edge % c)).to(tl.int32)
-    tl.store(Z + b * parts + d, z.to(Z.dtype.element_ty), mask=d < parts)
+    last = tl.load(L + b * ls).to(tl.int64) - 1
+    best = best_tags(U, us, T, ts, b, last, TAGS, P, n, c, C, EVEN, SHARED, STAGES)
+    tl.store(BEST + b, best.to(BEST.dtype.element_ty))
+    for t in range(last + 1, n):
+        tl.store(TAGS + t, tl.full((), -1, tl.int64))
 
 
 # ------------------------------------------------------------------------------- torch functions
@@ -530,24 +511,6 @@ def argmax(unary: Tensor, transition: Tensor, lengths: Tensor) -> tuple[Tensor, 
             **_options(unary, transition),
         )  # fmt: skip
     return best, tags
-
-
-def best_counts(scores: Tensor, n: int, c: int, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``argmax`` for scores of all parts in a row, ``(B, nc + sc²)``; how often the best has
-    each of them takes the place of tags."""
-    batch, parts = scores.shape
-    unary, transition = (
-        scores[:, : n * c].view(batch, n, c),
-        scores[:, n * c :].view(batch, -1, c, c),
-    )
-    best, tags = argmax(unary, transition, lengths)
-    z, block = torch.empty_like(scores), 256
-    with torch.cuda.device_of(scores):
-        _count_parts[(batch, triton.cdiv(parts, block))](
-            tags, z, n, c, parts,
-            SHARED=transition.shape[1] == 1, BLOCK=block, STEPS=16, num_warps=4,
-        )  # fmt: skip
-    return best, z
 
 
 def _run_inward(

@@ -176,12 +176,3 @@ def _argmax_rule(info, in_dims, *tensors):  # type: ignore[no-untyped-def]
 
 torch.library.register_vmap(argmax, _argmax_rule)
 best_tags = direct(argmax, _run_argmax)
-
-
-def best_counts(scores: Tensor, n: int, c: int, lengths: Tensor) -> tuple[Tensor, Tensor] | None:
-    """For scores of all parts in a row, ``(B, nc + sc²)``, the best value ``(B)`` and how often the
-    best tags have each part; None where no kernel has this in one go."""
-    if backend_for(scores) != "gpu" or c > MAX_TAGS_ON_GPU or scores.shape[1] == n * c:
-        return None
-    found: tuple[Tensor, Tensor] = _module("gpu").best_counts(scores, n, c, lengths)
-    return found
