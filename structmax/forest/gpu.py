@@ -11,7 +11,7 @@ The nodes of a level are independent. A launch takes some 20–40 µs of the hos
 levels take the device, so all levels run in one cooperative launch with a barrier between them,
 unless they are very wide; then (and under the interpreter) each level is a launch. Nothing waits
 for the device, and of all passes only the top-down seeds depend on the goals. Shannon's value and
-gradient leave forests of many small levels to ``gpu_items``.
+gradient leave forests of many small levels to ``gpu_items``, projective trees to ``gpu_eisner``.
 
 Node values stay float64, so that long sums keep their digits under large offsets; the differences
 that enter exp and pow are cast to the dtype of the scores first.
@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from structmax import smoothing
-from structmax.forest import gpu_items, naive
+from structmax.forest import gpu_eisner, gpu_items, naive
 from structmax.forest.topology import ByPart, Forest, RuledForest
 from structmax.launch import quick
 
@@ -808,10 +808,13 @@ BOTTOM_UP = (up, tangent_up)
 _HARD: Code = (smoothing.HARD, 1.0, 1.0)
 
 
-def plan_of(forest: Forest, scores: Tensor, code: Code) -> gpu_items.Plan | None:
+def plan_of(forest: Forest, scores: Tensor, code: Code) -> gpu_eisner.Plan | gpu_items.Plan | None:
     """How one program per item goes about it; None where the programs here are to share levels."""
-    if code[0] != smoothing.SHANNON or isinstance(forest, RuledForest):
+    if code[0] != smoothing.SHANNON:
         return None
+    chart = gpu_eisner.plan(forest)
+    if chart is not None or isinstance(forest, RuledForest):
+        return chart
     return gpu_items.plan(forest, scores.device)
 
 

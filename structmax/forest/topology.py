@@ -122,6 +122,7 @@ class Forest:
             f"levels={len(self.levels.ptr) - 1})"
         )
 
+    name = ""  # of a member of a library family: an engine may know a faster way for some
     _lists: ClassVar[tuple[str, ...]] = ("ptr", "head", "tail1", "tail2", "edge_part")
     _sizes: ClassVar[tuple[str, ...]] = ("longest", "derivation_size")
 
@@ -611,6 +612,7 @@ def lookup(key: str) -> Forest:
     with _cache_lock:
         if key not in _cache:
             _cache[key] = _families[kind](*[int(size) for size in rest.split(",") if size])
+            _cache[key].name = key
         _cache.move_to_end(key)
         while len(_cache) > 1 and sum(f.num_stored for f in _cache.values()) > MAX_CACHED_EDGES:
             _cache.popitem(last=False)
