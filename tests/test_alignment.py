@@ -309,10 +309,12 @@ def test_grid_kernels(cases: int) -> None:
 
 
 def check_series(grid: Grid, omega: sx.Smoothing, band: int | None) -> None:
-    """Series of numbers, whose distances are never stored, against the definition in float64."""
+    """Series of numbers, whose distances are never stored, and of vectors, against the definition
+    in float64."""
     random = torch.Generator().manual_seed(grid.seed)
+    d = 1 + grid.seed % 2
     scores, along = (
-        [torch.randn(4, k, generator=random, dtype=f64) for k in (grid.n, grid.m)] for _ in "ab"
+        [torch.randn(4, k, d, generator=random, dtype=f64) for k in (grid.n, grid.m)] for _ in "ab"
     )
     scores = [(s * grid.spread + grid.shift).to(grid.dtype) for s in scores]
     sizes = [torch.randint(1, k + 1, (4,), generator=random) for k in (grid.n, grid.m)]

@@ -5,6 +5,7 @@ With a CUDA device they run on it; without one, under Triton's interpreter on th
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 
@@ -71,9 +72,10 @@ def test_float32_with_any_strides(omega: sx.Smoothing) -> None:
     agree(scores(2, 4, 3, dtype=f32).mT, sizes((3, 4), (2, 2)), omega)
 
 
+@pytest.mark.parametrize("features", [1, 3])
 @pytest.mark.parametrize("omega", OMEGAS, ids=str)
-def test_series(omega: sx.Smoothing) -> None:
-    x, v = ([scores(3, k, seed=seed + k) for k in (4, 5)] for seed in (0, 10))
+def test_series(omega: sx.Smoothing, features: int) -> None:
+    x, v = ([scores(3, k, features, seed=seed + k) for k in (4, 5)] for seed in (0, 10))
     args = sizes((4, 5), (3, 1), (1, 1)), "", list(omega.code)
     runs = []
     for name in ("gpu", "naive"):
@@ -82,6 +84,25 @@ def test_series(omega: sx.Smoothing) -> None:
             assert torch.equal(ops.series.value_op(x, *args), runs[-1][0])
     for mine, reference in zip(*runs, strict=True):
         torch.testing.assert_close(mine, reference, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [f64, f32], ids=str)
+def test_from_both_corners(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items of every size to 4 × 5, whose halves are odd, even or empty; then from one corner."""
+    from structmax.forest.grid import gpu
+
+    of = sizes(*itertools.product(range(1, 5), range(1, 6)))
+    theta = scores(20, 4, 5, dtype=dtype)
+    args = of, "", list(sx.Shannon(0.5).code)
+    ours = agree(theta, of, sx.Shannon(0.5))
+    with backend("gpu"):
+        alone = ops.grid.gradient_op([theta[11:12]], [t[11:12] for t in of], *args[1:])
+        monkeypatch.setattr(gpu, "CORNERS", 1)
+        others = ops.grid.gradient_op([theta], *args)
+    assert all(torch.equal(t[11:12], one) for t, one in zip(ours, alone, strict=False))
+    limit = 1e-12 if dtype == f64 else 1e-6
+    for mine, other in zip(ours, others, strict=False):
+        torch.testing.assert_close(mine, other, rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize("band", ["0", "1"])
@@ -107,6 +128,7 @@ def test_extreme_scores(dtype: torch.dtype) -> None:
     theta = (scores(3, 3, 4) * 64).round() / 64
     theta = torch.stack([theta[0] * 1e3, theta[1] + 1e4, theta[2] - 1e4]).to(dtype)
     agree(theta, sizes(*[(3, 4)] * 3), sx.Shannon())
+    agree(theta * 1e30, sizes(*[(3, 4)] * 3), sx.Shannon())
 
 
 @pytest.mark.parametrize("omega", OMEGAS, ids=str)

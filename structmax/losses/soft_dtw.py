@@ -9,6 +9,7 @@ from torch import Tensor
 
 from structmax import checks
 from structmax.forest.grid import ops as dense
+from structmax.primitive import backend_for
 from structmax.smoothing import Shannon, Smoothing
 from structmax.structures.alignment import Alignment
 from structmax.structures.lengths import full
@@ -67,6 +68,8 @@ class SoftDTW(torch.nn.Module):
             raise ValueError(
                 f"SoftDTW: gamma={gamma} and omega={omega} exclude each other. Give gamma to omega."
             )
+        if band is not None and (isinstance(band, bool) or not isinstance(band, int) or band < 0):
+            raise ValueError(f"SoftDTW: band must be an integer of at least 0, got {band!r}.")
         self.omega = Shannon(gamma) if omega is None else omega
         self.divergence, self.band = divergence, band
 
@@ -90,17 +93,12 @@ class SoftDTW(torch.nn.Module):
             checks.room("SoftDTW", what, 3 * cells * dtype.itemsize, x.device)
         rows, columns = (None, None) if lengths is None else self._lengths(x, y, lengths)
         x, y = _padded(x.to(dtype), rows), _padded(y.to(dtype), columns)
-        given = {"x": x, "y": y}
-        if x.shape[-1] > 1:
-            x, y = x.double(), y.double()
-            centre = x.detach().mean(-2, keepdim=True)
-            x, y = x - centre, y - centre
-        loss = self._loss(x, y, rows, columns, dtype)
+        loss = self._loss(x, y, rows, columns)
         if self.divergence:
-            own = self._loss(x, x, rows, rows, dtype) + self._loss(y, y, columns, columns, dtype)
+            own = self._loss(x, x, rows, rows) + self._loss(y, y, columns, columns)
             loss = loss - own / 2
         if loss.device.type == "cpu" and checks.can_look() and bool(loss.isnan().any()):
-            _refuse(given)
+            _refuse({"x": x, "y": y})
         return loss
 
     def _lengths(self, x: Tensor, y: Tensor, lengths: Any) -> list[Tensor]:
@@ -118,35 +116,30 @@ class SoftDTW(torch.nn.Module):
             checks.between("SoftDTW", "lengths of ", sides)
         return pair
 
-    def _loss(
-        self, x: Tensor, y: Tensor, rows: Tensor | None, columns: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
+    def _loss(self, x: Tensor, y: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:
         """−DP_Ω(−c) of series whose padding holds numbers."""
         lengths = None if rows is None or columns is None else (rows, columns)
         known = lengths is None or checks.can_look()  # bad lengths were refused
-        if x.shape[-1] == 1 and known and dense.knows(self.omega.code):
-            return 0.0 - self._of_numbers(x.squeeze(-1), y.squeeze(-1), lengths)
-        if x.shape[-1] == 1:
-            scores = -(x - y.mT).square()
-        else:  # −c as one product
-            square_x, square_y = torch.linalg.vecdot(x, x), torch.linalg.vecdot(y, y)
-            left = torch.cat([2 * x, square_x[..., None], torch.ones_like(x[..., :1])], -1)
-            right = torch.cat([y, -torch.ones_like(y[..., :1]), -square_y[..., None]], -1)
-            scores = (left @ right.mT).to(dtype)
+        # of vectors, the op below makes derivatives in both series: on a CPU that takes longer than
+        # to keep cells until one is asked for
+        fit = x.shape[-1] == 1 or backend_for(x) == "gpu"
+        if fit and known and dense.knows(self.omega.code):
+            return 0.0 - self._dense(x, y, lengths)  # no −0
+        scores = dense.theta_of([x, y]).to(x.dtype)
         alignment = Alignment(
             scores, lengths, band=self.band, smoothing=self.omega, validate_args=False
         )
-        return 0.0 - alignment.log_partition()  # no −0
+        return 0.0 - alignment.log_partition()
 
-    def _of_numbers(self, x: Tensor, y: Tensor, lengths: tuple[Tensor, Tensor] | None) -> Tensor:
-        """DP_Ω(−c) of series ``(*B, n)`` and ``(*B, m)``."""
-        batch = torch.broadcast_shapes(x.shape[:-1], y.shape[:-1])
+    def _dense(self, x: Tensor, y: Tensor, lengths: tuple[Tensor, Tensor] | None) -> Tensor:
+        """DP_Ω(−c) by kernels that know this Ω."""
+        batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
         if lengths is None:
-            sizes = [full(batch, t.shape[-1], t.device) for t in (x, y)]
+            sizes = [full(batch, t.shape[-2], t.device) for t in (x, y)]
         else:
             batch = torch.broadcast_shapes(batch, *(t.shape for t in lengths))
             sizes = [t.long().expand(batch) for t in lengths]
-        scores = [t.expand(*batch, t.shape[-1]) for t in (x, y)]
+        scores = [t.expand(*batch, *t.shape[-2:]) for t in (x, y)]
         return dense.series.value(scores, sizes, dense.key_of(self.band), self.omega.code)
 
 

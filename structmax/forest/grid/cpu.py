@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from structmax.forest.grid.naive import theta_of, to_series
 from structmax.jit import exp, kernel, log, run_chunks
 from structmax.smoothing import HARD, SHANNON
 
@@ -381,19 +382,19 @@ class Batch:
     def __init__(
         self, scores: Sequence[Tensor], rows: Tensor, columns: Tensor, band: int, code: Code
     ) -> None:
-        """``scores``: θ ``(B, n, m)``, or x ``(B, n)`` and y ``(B, m)``."""
+        """``scores``: θ ``(B, n, m)``, or x ``(B, n, 1)`` and y ``(B, m, 1)``."""
         given = [t.detach().contiguous().numpy() for t in scores]
         sizes = [t.long().contiguous().numpy() for t in (rows, columns)]
         self.items, self.dtype = len(given[0]), given[0].dtype
-        self.n, self.m = given[0].shape[1], given[-1].shape[-1]
         self.is_cells, more = len(given) == 1, int(BLOCK)
+        self.n, self.m = given[0].shape[1], given[-1].shape[2 if self.is_cells else 1]
         if not self.is_cells:
             x, y = given
             given = [
                 np.zeros((self.items, size + more), self.dtype)
                 for size in (self.n, self.n + self.m)
             ]
-            given[0][:, : self.n], given[1][:, self.n : -more] = x, y[:, ::-1]
+            given[0][:, : self.n], given[1][:, self.n : -more] = x[..., 0], y[:, ::-1, 0]
         self.source = tuple(given)
         self.arguments = int(code[0]), code[1], self.source, *sizes, band
         self.whole = band < 0 and bool((sizes[0] == self.n).all() and (sizes[1] == self.m).all())
@@ -418,15 +419,22 @@ class Batch:
         if not self.is_cells:
             left, right = output
             right = right[:, self.n : self.n + self.m][:, ::-1]
-            output = left[:, : self.n].astype(self.dtype), right.astype(self.dtype)
+            output = left[:, : self.n, None].astype(self.dtype), right[..., None].astype(self.dtype)
         return [torch.from_numpy(t) for t in output]
 
     def run(self, task: Callable[[int, int], None], work: int) -> None:
         run_chunks(task, self.items, work * self.n * self.m)
 
 
+def of_vectors(scores: Sequence[Tensor]) -> bool:
+    """Whether they are two series whose distances the kernels do not know."""
+    return len(scores) == 2 and scores[0].shape[-1] != 1
+
+
 def value(scores: Sequence[Tensor], rows: Tensor, columns: Tensor, band: int, code: Code) -> Tensor:
-    """A ``(B)`` for scores ``(B, n, m)`` of cells, or for series ``(B, n)`` and ``(B, m)``."""
+    """A ``(B)`` for scores ``(B, n, m)`` of cells, or those of series ``(B, n, d), (B, m, d)``."""
+    if of_vectors(scores):
+        scores = [theta_of(scores).to(scores[0].dtype)]
     batch = Batch(scores, rows, columns, band, code)
     a = np.empty(batch.items)
 
@@ -441,6 +449,10 @@ def gradient(
     scores: Sequence[Tensor], rows: Tensor, columns: Tensor, band: int, code: Code
 ) -> list[Tensor]:
     """A ``(B)`` and its gradient in the scores."""
+    if of_vectors(scores):
+        theta = theta_of(scores).to(scores[0].dtype)
+        value, mu = gradient([theta], rows, columns, band, code)
+        return [value, *to_series(mu, *scores)]
     batch = Batch(scores, rows, columns, band, code)
     a, out = np.empty(batch.items), batch.output()
 

@@ -11,6 +11,12 @@ turn, and is moved to where a diagonal is contiguous before (``skew``) or after.
 in blocks, with all of the last diagonals in a ring of three (``up``, ``down``), so neither side has
 a largest length; so are directions.
 
+Under Shannon two programs share an item that has its rows in registers. They start at opposite
+corners, and each goes through half of the diagonals. A is maxΩ, over the steps from one half into
+the other, of the sum of the values at both ends (``meet``), and argmaxΩ is what flows back to both
+corners. Both programs are one kernel: the second counts rows and diagonals from the last corner.
+Under other Ω, maxΩ of parts is not maxΩ of the whole, and one program starts at the first corner.
+
 What the way back needs is kept for every cell, that of (i, j) at [(i + j) mod m, i]: so a diagonal
 is contiguous and nothing is wasted. Values are float64; what enters exp and log is in the dtype of
 the scores. Moves, guards at the ends of a diagonal and recursions are as in ``cpu``.
@@ -18,6 +24,8 @@ the scores. Moves, guards at the ends of a diagonal and recursions are as in ``c
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -26,14 +34,16 @@ import triton.language as tl
 from torch import Tensor
 
 from structmax import smoothing
-from structmax.forest.grid.naive import apart, theta_of, to_series
+from structmax.forest.grid.naive import theta_of, to_series
 from structmax.launch import quick
 
 HARD, SHANNON = tl.constexpr(smoothing.HARD), tl.constexpr(smoothing.SHANNON)
+LOG2_E, MOST = tl.constexpr(math.log2(math.e)), tl.constexpr(sys.float_info.max)
 Code = tuple[float, float, float]
 ROWS = 1024  # of a diagonal that a program takes at a time, at most
 AHEAD = tl.constexpr(2)  # diagonals
 SIDE = 32  # of a square that is moved at a time
+CORNERS = 2  # from which programs start under Shannon
 
 
 @triton.jit
@@ -51,37 +61,42 @@ def reach(d, rows, columns, band):
 def choose(x0, x1, x2, gamma, DTYPE: tl.constexpr, KIND: tl.constexpr):
     """maxΩ and argmaxΩ of three options."""
     top = tl.maximum(tl.maximum(x0, x1), x2)
-    nan = x0 * 0.0 + x1 * 0.0 + x2 * 0.0  # NaN where x is −inf as well
-    nan = tl.where((x0 == x0) & (x1 == x1) & (x2 == x2), 0.0, nan)
     none = top == -float("inf")
     peak = tl.where(none, 0.0, top)
-    rate = 1.0 / tl.cast(gamma, tl.float64)
-    y0 = tl.where(x0 == peak, 0.0, (x0 - peak) * rate)  # the rate may be ∞
-    y1 = tl.where(x1 == peak, 0.0, (x1 - peak) * rate)
-    y2 = tl.where(x2 == peak, 0.0, (x2 - peak) * rate)
-    if KIND == HARD:
-        q0 = ((y0 == 0.0) & (nan == 0.0)).to(DTYPE)
-        q1 = ((y1 == 0.0) & (y0 != 0.0)).to(DTYPE)
-        q2 = ((y2 == 0.0) & (y0 != 0.0) & (y1 != 0.0)).to(DTYPE)
-        value = top
-    elif KIND == SHANNON:
-        q0, q1, q2 = tl.exp(y0.to(DTYPE)), tl.exp(y1.to(DTYPE)), tl.exp(y2.to(DTYPE))
-        total = q0 + q1 + q2
-        safe = tl.where(none, 1.0, total)
-        q0, q1, q2 = q0 / safe, q1 / safe, q2 / safe
-        value = tl.where(none, top, peak + gamma * tl.log(safe))
-    else:  # Gini: τ = max over k of (the k largest − 1)/k; the largest is 0, and −4 is far below
-        y0, y1, y2 = tl.maximum(y0, -4.0), tl.maximum(y1, -4.0), tl.maximum(y2, -4.0)
-        small, large = tl.minimum(y0, y1), tl.maximum(y0, y1)
-        middle = tl.maximum(small, tl.minimum(large, y2))
-        tau = tl.maximum((middle - 1.0) / 2.0, (y0 + y1 + y2 - 1.0) / 3.0)
-        tau = tl.maximum(tau, -1.0)
-        p0, p1, p2 = tl.maximum(y0 - tau, 0.0), tl.maximum(y1 - tau, 0.0), tl.maximum(y2 - tau, 0.0)
-        gain = p0 * y0 + p1 * y1 + p2 * y2 - 0.5 * (p0 * p0 + p1 * p1 + p2 * p2 - 1.0)
-        value = tl.where(none, top, peak + gamma * gain)
-        q0, q1, q2 = p0.to(DTYPE), p1.to(DTYPE), p2.to(DTYPE)
-    loud = nan.to(DTYPE)
-    return value + nan, q0 + loud, q1 + loud, q2 + loud
+    gamma = tl.cast(gamma, tl.float64)
+    rate = 1.0 / gamma
+    if KIND == SHANNON:  # in powers of two, which are what a GPU has
+        rate = tl.minimum(rate * LOG2_E, MOST)  # it may be ∞
+        q0 = tl.exp2(((x0 - peak) * rate).to(DTYPE))
+        q1 = tl.exp2(((x1 - peak) * rate).to(DTYPE))
+        q2 = tl.exp2(((x2 - peak) * rate).to(DTYPE))
+        total = q0 + q1 + q2  # 0 if there is no option, NaN if one is
+        value = peak + tl.log2(total).to(tl.float64) * (gamma / LOG2_E)
+        scale = 1.0 / tl.where(total == 0.0, 1.0, total)
+        q0, q1, q2 = q0 * scale, q1 * scale, q2 * scale
+    else:
+        nan = x0 * 0.0 + x1 * 0.0 + x2 * 0.0  # NaN where x is −inf as well
+        nan = tl.where((x0 == x0) & (x1 == x1) & (x2 == x2), 0.0, nan)
+        y0 = tl.where(x0 == peak, 0.0, (x0 - peak) * rate)
+        y1 = tl.where(x1 == peak, 0.0, (x1 - peak) * rate)
+        y2 = tl.where(x2 == peak, 0.0, (x2 - peak) * rate)
+        if KIND == HARD:
+            p0 = ((y0 == 0.0) & (nan == 0.0)).to(tl.float64)
+            p1 = ((y1 == 0.0) & (y0 != 0.0)).to(tl.float64)
+            p2 = ((y2 == 0.0) & (y0 != 0.0) & (y1 != 0.0)).to(tl.float64)
+            value = top + nan
+        else:  # Gini: τ = max over k of (the k largest − 1)/k; the largest is 0, −4 far below
+            y0, y1, y2 = tl.maximum(y0, -4.0), tl.maximum(y1, -4.0), tl.maximum(y2, -4.0)
+            small, large = tl.minimum(y0, y1), tl.maximum(y0, y1)
+            middle = tl.maximum(small, tl.minimum(large, y2))
+            tau = tl.maximum((middle - 1.0) / 2.0, (y0 + y1 + y2 - 1.0) / 3.0)
+            tau = tl.maximum(tau, -1.0)
+            p0, p1 = tl.maximum(y0 - tau, 0.0), tl.maximum(y1 - tau, 0.0)
+            p2 = tl.maximum(y2 - tau, 0.0)
+            gain = p0 * y0 + p1 * y1 + p2 * y2 - 0.5 * (p0 * p0 + p1 * p1 + p2 * p2 - 1.0)
+            value = tl.where(none, top, peak + gamma * gain) + nan
+        q0, q1, q2 = (p0 + nan).to(DTYPE), (p1 + nan).to(DTYPE), (p2 + nan).to(DTYPE)
+    return value, q0, q1, q2
 
 
 @quick
@@ -124,17 +139,33 @@ def cells(d, i, rows, columns, band):
     """Which of rows i have a cell on diagonal d, which may lie outside the grid."""
     inside = (i <= d) & (i < rows) & (d - i < columns)
     if band >= 0:
-        wide = rows.to(tl.int64)
-        low, high = reach(wide * 0 + d, wide, columns.to(tl.int64), band)
-        inside &= (i >= low) & (i < high)
+        length = rows.to(tl.int64) + columns - 2
+        width = tl.minimum(band, length) * (tl.maximum(rows, columns) - 1)
+        off = i * length - d * (rows.to(tl.int64) - 1)
+        inside &= (off <= width) & (-off <= width)
     return inside
 
 
 @triton.jit
-def on_diagonal(X, d, i, n, m, rows, columns, band):
-    """What skewed X holds for the cells of diagonal d, 0 where it has none."""
-    inside = cells(d, i, rows, columns, band)
-    return tl.load(X + d % m * (rows.to(tl.int64) * 0 + n) + i, mask=inside, other=0.0)
+def steps(corner, rows, columns, CORNERS: tl.constexpr):
+    """How many diagonals the program that starts at a corner goes through."""
+    return (rows + columns - 2 + CORNERS - corner) // CORNERS
+
+
+@triton.jit
+def place(corner, d, i, rows, columns, m):
+    """Where in a skewed table cells lie that are in rows i of diagonal d, counted from a corner:
+    the diagonal's slot, and the rows."""
+    from_first = corner == 0
+    slot = tl.where(from_first, d, rows + columns - 2 - d) % m
+    return slot, tl.where(from_first, i, rows - 1 - i)
+
+
+@triton.jit
+def after(slot, step, m):
+    """The slot ``step`` after this, both from 0 to m: a division takes longer."""
+    slot += step
+    return tl.where(slot >= m, slot - m, slot)
 
 
 @quick
@@ -148,7 +179,7 @@ def skew(X, xb, xi, xj, R, C, Y, yb, n, m, band, BACK: tl.constexpr, SIDE: tl.co
     i = tl.program_id(1) * SIDE + tl.arange(0, SIDE)[:, None]
     d = tl.program_id(2) * SIDE + tl.arange(0, SIDE)[None, :]
     live = (i < n) & (i <= d) & (d - i < m)
-    x = X + b * xb + i * (b * 0 + xi) + (d - i) * (b * 0 + xj)
+    x = X + b * xb + i * (b * 0 + xi - xj) + d * (b * 0 + xj)
     y = Y + b * yb + d % m * (b * 0 + n) + i
     if BACK:
         rows, columns = tl.load(R + b).to(tl.int32), tl.load(C + b).to(tl.int32)
@@ -161,43 +192,90 @@ def skew(X, xb, xi, xj, R, C, Y, yb, n, m, band, BACK: tl.constexpr, SIDE: tl.co
 @quick
 @triton.jit
 def up_rows(
-    theta, sb, R, C, V, Q, A, n, m, depth, band, gamma: tl.float64,
-    BLOCK: tl.constexpr, KIND: tl.constexpr,
+    theta, sb, R, C, V, Q, A, n, m, band, gamma: tl.float64,
+    BLOCK: tl.constexpr, KIND: tl.constexpr, KEEP: tl.constexpr, CORNERS: tl.constexpr,
 ):  # fmt: skip
-    """As ``up``, for n ≤ BLOCK; V ``(B, 2, BLOCK + 1)`` comes with anything in it. The scores are
-    skewed, and may lie where the last backpointers go: a cell's are written when its score was
-    read.
+    """As ``up``, for n ≤ BLOCK; V ``(B, CORNERS, 2, BLOCK + 1)`` comes with anything in it, and
+    leaves with the values of the last two diagonals. The scores are skewed, and may lie where the
+    last backpointers go: a cell's are written when its score was read. From two corners, A is left
+    to ``meet``.
     """
-    b = tl.program_id(0).to(tl.int64)
+    b, corner = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows, columns = tl.load(R + b).to(tl.int32), tl.load(C + b).to(tl.int32)
     theta += b * sb
-    V += b * 2 * (BLOCK + 1)
-    plane = (b * 0 + depth) * n
+    V += (b * CORNERS + corner) * 2 * (BLOCK + 1)
+    wide = b * 0 + n
+    plane = wide * m
     Q += b * 3 * plane
     i = tl.arange(0, BLOCK)
-    tl.store(V + i, -float("inf"))
-    tl.store(V + BLOCK + 1 + i, -float("inf"))
+    for ring in tl.static_range(2):
+        tl.store(V + ring * (BLOCK + 1) + i, -float("inf"))
+        tl.store(V + ring * (BLOCK + 1) + BLOCK, -float("inf"))
     tl.debug_barrier()
-    own = on_diagonal(theta, 0, i, n, m, rows, columns, band)
-    after = on_diagonal(theta, 1, i, n, m, rows, columns, band)
+    slot, at = place(corner, 0, i, rows, columns, m)
+    step = tl.where(corner == 0, 1, m - 1)
+    ahead = after(slot, step, m)
+    own = tl.load(theta + slot * wide + at, mask=cells(0, i, rows, columns, band), other=0.0)
+    coming = tl.load(theta + ahead * wide + at, mask=cells(1, i, rows, columns, band), other=0.0)
     x0 = tl.full((BLOCK,), -float("inf"), tl.float64)
-    value = x0
-    for d in range(0, rows + columns - 1):
+    value = tl.where(i == 0, 0.0, x0)  # as if the first cell were reached by →
+    for d in range(0, steps(corner, rows, columns, CORNERS)):
         inside = cells(d, i, rows, columns, band)
-        ring = V + d % 2 * (BLOCK + 1)
         x1 = tl.load(V + (d + 1) % 2 * (BLOCK + 1) + i)
-        coming = on_diagonal(theta, d + AHEAD, i, n, m, rows, columns, band)
-        best, q0, q1, q2 = choose(x0, x1, value, gamma, Q.dtype.element_ty, KIND)
-        best = own.to(tl.float64) + tl.where(d == 0, 0.0, best)
-        value = tl.where(inside, best, -float("inf"))
-        tl.store(ring + i + 1, value)
-        kept = Q + d % depth * (b * 0 + n) + i
-        tl.store(kept, q0, mask=inside)
-        tl.store(kept + plane, q1, mask=inside)
-        tl.store(kept + 2 * plane, q2, mask=inside)
-        x0, own, after = x1, after, coming
+        ahead = after(ahead, step, m)
+        far = cells(d + AHEAD, i, rows, columns, band)
+        last = tl.load(theta + ahead * wide + at, mask=far, other=0.0)
+        best, q0, q1, q2 = choose(x0, x1, value, gamma, theta.dtype.element_ty, KIND)
+        value = tl.where(inside, own.to(tl.float64) + best, -float("inf"))
+        tl.store(V + d % 2 * (BLOCK + 1) + i + 1, value)
+        if KEEP:
+            kept = Q + slot * wide + at
+            tl.store(kept, q0, mask=inside)
+            tl.store(kept + plane, q1, mask=inside)
+            tl.store(kept + 2 * plane, q2, mask=inside)
+        slot = after(slot, step, m)
+        x0, own, coming = x1, coming, last
         tl.debug_barrier()
-    tl.store(A + b, tl.sum(tl.where(i == rows - 1, value, 0.0)))
+    if CORNERS == 1:
+        tl.store(A + b, tl.sum(tl.where(i == rows - 1, value, 0.0)))
+
+
+@quick
+@triton.jit
+def meet(R, C, V, S, A, gamma: tl.float64, BLOCK: tl.constexpr):
+    """A, and in S ``(B, 2, 2, BLOCK)`` what flows into the last two diagonals of either program.
+
+    A path goes from one half to the other in one of four ways: by → or ↓ from the last diagonal to
+    the other's last, and by ↘ over one of them. In the second to last diagonal, flow and value are
+    of the row before.
+    """
+    b, corner = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    rows, columns = tl.load(R + b).to(tl.int32), tl.load(C + b).to(tl.int32)
+    mine, theirs = steps(corner, rows, columns, 2), steps(1 - corner, rows, columns, 2)
+    own = V + (b * 2 + corner) * 2 * (BLOCK + 1)
+    other = V + (b * 2 + 1 - corner) * 2 * (BLOCK + 1)
+    i = tl.arange(0, BLOCK)
+    v = tl.load(own + (mine + 1) % 2 * (BLOCK + 1) + i + 1)
+    before = tl.load(own + mine % 2 * (BLOCK + 1) + i)
+    live, below_i = i < rows, rows - 1 - i  # they count rows from the other end
+    last = other + (theirs + 1) % 2 * (BLOCK + 1) + below_i
+    beside = tl.load(last + 1, mask=live, other=-float("inf"))
+    beside = tl.where((theirs == 0) & (i == 0), 0.0, beside)  # the only cell is the last
+    below = tl.load(last, mask=live, other=-float("inf"))
+    across = tl.load(other + theirs % 2 * (BLOCK + 1) + below_i, mask=live, other=-float("inf"))
+    x0, x1, x2, x3 = v + beside, v + below, v + across, before + beside
+    peak = tl.max(tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)), 0)
+    peak = tl.where(peak == -float("inf"), 0.0, peak)
+    gamma = tl.cast(gamma, tl.float64)
+    rate = tl.minimum(1.0 / gamma, MOST)
+    flow = tl.exp((x0 - peak) * rate) + tl.exp((x1 - peak) * rate) + tl.exp((x2 - peak) * rate)
+    second = tl.exp((x3 - peak) * rate)
+    total = tl.sum(flow + second, 0)
+    tl.store(A + b, peak + gamma * tl.log(total), mask=corner == 0)
+    scale = 1.0 / tl.where(total == 0.0, 1.0, total)
+    S += (b * 2 + corner) * 2 * BLOCK + i
+    tl.store(S, flow * scale)
+    tl.store(S + BLOCK, second * scale)
 
 
 @quick
@@ -297,82 +375,110 @@ def down(
 
 
 @triton.jit
-def backpointers(Q, d, i, n, m, plane, rows, columns, band):
-    """Those of the cells of diagonal d, which may be negative: it has none."""
-    d, columns = tl.maximum(d, 0), tl.where(d < 0, 0, columns)
-    q0 = on_diagonal(Q, d, i, n, m, rows, columns, band)
-    q1 = on_diagonal(Q + plane, d, i, n, m, rows, columns, band)
-    return q0, q1, on_diagonal(Q + 2 * plane, d, i, n, m, rows, columns, band)
+def backpointers(Q, slot, at, inside, wide, plane):
+    """Those of the cells in one slot."""
+    Q += slot * wide + at
+    q0 = tl.load(Q, mask=inside, other=0.0)
+    q1 = tl.load(Q + plane, mask=inside, other=0.0)
+    return q0, q1, tl.load(Q + 2 * plane, mask=inside, other=0.0)
 
 
 @quick
 @triton.jit
-def down_rows(R, C, A, Q, F, n, m, band, BLOCK: tl.constexpr):
-    """As ``down``, for n ≤ BLOCK; F ``(B, 2, BLOCK + 1)`` comes with anything in it. The visits,
-    skewed, take the place of the first backpointers.
+def down_rows(
+    R, C, A, S, Q, F, n, m, band, BLOCK: tl.constexpr, CORNERS: tl.constexpr
+):  # fmt: skip
+    """As ``down``, for n ≤ BLOCK; F ``(B, CORNERS, 2, BLOCK + 1)`` comes with anything in it. The
+    visits, skewed, take the place of the first backpointers. From two corners, S is that of
+    ``meet``.
 
     What flows into row i comes from row i itself and from the row after it: by one move from the
     diagonal after this, by the other from the second after this. F holds the sum of these two.
     """
-    b = tl.program_id(0).to(tl.int64)
+    b, corner = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows, columns = tl.load(R + b).to(tl.int32), tl.load(C + b).to(tl.int32)
-    a = tl.load(A + b)
-    seed = tl.where(a != a, a, tl.where(a == -float("inf"), 0.0, 1.0))
-    plane = (b * 0 + m) * n
+    wide = b * 0 + n
+    plane = wide * m
     Q += b * 3 * plane
-    F += b * 2 * (BLOCK + 1)
+    F += (b * CORNERS + corner) * 2 * (BLOCK + 1)
     i = tl.arange(0, BLOCK)
     for ring in tl.static_range(2):
         tl.store(F + ring * (BLOCK + 1) + i, 0.0)
         tl.store(F + ring * (BLOCK + 1) + BLOCK, 0.0)
     tl.debug_barrier()
-    last = rows + columns - 2
-    q0, q1, q2 = backpointers(Q, last, i, n, m, plane, rows, columns, band)
-    r0, r1, r2 = backpointers(Q, last - 1, i, n, m, plane, rows, columns, band)
-    beside = tl.where(i == rows - 1, seed, 0.0)  # from the row itself
-    across = tl.zeros((BLOCK,), tl.float64)  # to the row before, two diagonals on
+    if CORNERS == 1:
+        a = tl.load(A + b)
+        seed = tl.where(a != a, a, tl.where(a == -float("inf"), 0.0, 1.0))
+        beside = tl.where(i == rows - 1, seed, 0.0)  # from the row itself
+        across = tl.zeros((BLOCK,), tl.float64)  # to the row before, two diagonals on
+    else:
+        S += (b * 2 + corner) * 2 * BLOCK + i
+        beside, across = tl.load(S), tl.load(S + BLOCK)
+    last = steps(corner, rows, columns, CORNERS) - 1
+    slot, at = place(corner, last, i, rows, columns, m)
+    step = tl.where(corner == 0, m - 1, 1)
+    ahead = after(slot, step, m)
+    first, second = cells(last, i, rows, columns, band), cells(last - 1, i, rows, columns, band)
+    q0, q1, q2 = backpointers(Q, slot, at, first, wide, plane)
+    r0, r1, r2 = backpointers(Q, ahead, at, second, wide, plane)
     for k in range(0, last + 1):
-        d = last - k
-        inside = cells(d, i, rows, columns, band)
+        inside = cells(last - k, i, rows, columns, band)
         g = tl.load(F + (k + 1) % 2 * (BLOCK + 1) + i + 1) + beside
-        s0, s1, s2 = backpointers(Q, d - AHEAD, i, n, m, plane, rows, columns, band)
+        ahead = after(ahead, step, m)
+        far = cells(last - k - AHEAD, i, rows, columns, band)
+        s0, s1, s2 = backpointers(Q, ahead, at, far, wide, plane)
         tl.store(F + k % 2 * (BLOCK + 1) + i, across + tl.where(inside, g * q1, 0.0))
         across, beside = tl.where(inside, g * q0, 0.0), tl.where(inside, g * q2, 0.0)
-        tl.store(Q + d % m * (b * 0 + n) + i, g.to(Q.dtype.element_ty), mask=inside)
+        tl.store(Q + slot * wide + at, g.to(Q.dtype.element_ty), mask=inside)
+        slot = after(slot, step, m)
         q0, q1, q2, r0, r1, r2 = r0, r1, r2, s0, s1, s2
         tl.debug_barrier()
 
 
 class Block:
-    """A batch with the way up done."""
+    """A batch with the way up done; from the first corner only, unless the halves may ``meet``.
+
+    ``dtype`` is that of backpointers and exponentials.
+    """
 
     def __init__(
-        self, theta: Tensor, rows: Tensor, columns: Tensor, band: int, code: Code, keep: bool
-    ) -> None:
-        self.theta, (self.B, self.n, self.m) = theta, theta.shape
+        self, theta: Tensor, dtype: torch.dtype, rows: Tensor, columns: Tensor,
+        band: int, code: Code, keep: bool, meet: bool = True,
+    ) -> None:  # fmt: skip
+        self.dtype, self.device, (self.B, self.n, self.m) = dtype, theta.device, theta.shape
         self.kind, self.gamma, self.band = int(code[0]), code[1], band
         self.sizes = rows.contiguous(), columns.contiguous()
         block = min(ROWS, triton.next_power_of_2(self.n + 2))
         # a launch has at most 65,535 programs along any but the first direction
         self.in_rows = self.n <= block and self.n + self.m <= 65535 * SIDE
-        warps = block // 32 if self.in_rows else min(8, block // 128)
+        warps = min(32, block // 32) if self.in_rows else min(8, block // 128)
         # one stage: a load must not move before the barrier that it waits for
         self.how = {"BLOCK": block, "num_warps": max(1, warps), "num_stages": 1}
-        depth = self.m if keep else 1
-        self.Q = self.room(theta.dtype, 3, depth, self.n)
         self.A = self.room(torch.float64)
         if self.in_rows:
-            skewed = self.Q[:, 2] if keep else self.room(theta.dtype, self.m, self.n)
-            self.skew(theta, skewed, BACK=False)
-            way, V = up_rows, self.room(torch.float64, 2, block + 1)
-            theta, strides = skewed, skewed.stride()[:1]
+            self.corners = CORNERS if meet and self.kind == smoothing.SHANNON else 1
+            self.up_rows(theta, keep)
         else:
-            way, V = up, self.room(torch.float64, 3, self.n + 2).fill_(-torch.inf)
-            strides = theta.stride()
-        way[(self.B,)](
-            theta, *strides, *self.sizes, V, self.Q, self.A,
-            self.n, self.m, depth, band, self.gamma, KIND=self.kind, **self.how,
+            depth = self.m if keep else 1
+            self.Q = self.room(dtype, 3, depth, self.n)
+            V = self.room(torch.float64, 3, self.n + 2).fill_(-torch.inf)
+            up[(self.B,)](
+                theta, *theta.stride(), *self.sizes, V, self.Q, self.A,
+                self.n, self.m, depth, band, self.gamma, KIND=self.kind, **self.how,
+            )  # fmt: skip
+
+    def up_rows(self, theta: Tensor, keep: bool) -> None:
+        self.Q = self.room(self.dtype, 3 if keep else 1, self.m, self.n)
+        skewed, V = self.Q[:, -1], self.ring()
+        self.skew(theta, skewed, BACK=False)
+        up_rows[(self.B, self.corners)](
+            skewed, skewed.stride(0), *self.sizes, V, self.Q, self.A, self.n, self.m, self.band,
+            self.gamma, KIND=self.kind, KEEP=keep, CORNERS=self.corners, **self.how,
         )  # fmt: skip
+        self.S = V
+        if self.corners == 2:
+            self.S = self.room(torch.float64, 2, 2, self.how["BLOCK"])
+            meet[(self.B, 2)](*self.sizes, V, self.S, self.A, self.gamma, **self.how)
 
     def skew(self, cells: Tensor, skewed: Tensor, BACK: bool) -> None:
         grid = self.B, triton.cdiv(self.n, SIDE), triton.cdiv(self.n + self.m - 1, SIDE)
@@ -382,21 +488,25 @@ class Block:
         )  # fmt: skip
 
     def room(self, dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.empty(self.B, *shape, dtype=dtype, device=self.theta.device)
+        return torch.empty(self.B, *shape, dtype=dtype, device=self.device)
+
+    def ring(self) -> Tensor:
+        return self.room(torch.float64, self.corners, 2, self.how["BLOCK"] + 1)
 
     def flows(self) -> Tensor:
         return self.room(torch.float64, 3, 3, self.n + 2).zero_()
 
-    def visits(self, D: Tensor | None = None) -> Tensor:
+    def visits(self, dtype: torch.dtype, D: Tensor | None = None) -> Tensor:
         """``(B, n, m)``, or its derivative given that of the backpointers."""
+        out = self.room(dtype, self.n, self.m)
         if D is None and self.in_rows:
-            F = self.room(torch.float64, 2, self.how["BLOCK"] + 1)
-            sizes = self.n, self.m, self.band
-            down_rows[(self.B,)](*self.sizes, self.A, self.Q, F, *sizes, **self.how)
-            out = self.room(self.theta.dtype, self.n, self.m)
+            down_rows[(self.B, self.corners)](
+                *self.sizes, self.A, self.S, self.Q, self.ring(),
+                self.n, self.m, self.band, CORNERS=self.corners, **self.how,
+            )  # fmt: skip
             self.skew(out, self.Q, BACK=True)
             return out
-        out = torch.zeros_like(self.theta, memory_format=torch.contiguous_format)
+        out.zero_()
         F = self.flows()
         dF = F if D is None else self.flows()
         down[(self.B,)](
@@ -411,25 +521,29 @@ class Block:
             direction, *direction.stride(), *self.sizes, V, self.Q, D,
             self.n, self.m, self.band, self.gamma, KIND=self.kind, **self.how,
         )  # fmt: skip
-        return self.visits(D)
+        return self.visits(self.dtype, D)
 
 
 def value(scores: Sequence[Tensor], rows: Tensor, columns: Tensor, band: int, code: Code) -> Tensor:
-    """A ``(B)`` for scores ``(B, n, m)`` of cells, or for series ``(B, n)`` and ``(B, m)``."""
-    theta = theta_of(scores)
-    with torch.cuda.device_of(theta):
-        return Block(theta, rows, columns, band, code, keep=False).A.to(theta.dtype)
+    """A ``(B)`` for scores ``(B, n, m)`` of cells, or those of series ``(B, n, d), (B, m, d)``."""
+    dtype = scores[0].dtype
+    with torch.cuda.device_of(scores[0]):
+        block = Block(theta_of(scores), dtype, rows, columns, band, code, keep=False)
+    return block.A.to(dtype)
 
 
 def gradient(
     scores: Sequence[Tensor], rows: Tensor, columns: Tensor, band: int, code: Code
 ) -> list[Tensor]:
     """A ``(B)`` and its gradient in the scores."""
-    theta = theta_of(scores)
-    with torch.cuda.device_of(theta):
-        block = Block(theta, rows, columns, band, code, keep=True)
-        a, mu = block.A.to(theta.dtype), block.visits()
-    return [a, mu] if len(scores) == 1 else [a, *to_series(-2 * apart(*scores) * mu)]
+    dtype = scores[0].dtype
+    with torch.cuda.device_of(scores[0]):
+        theta = theta_of(scores)
+        precise = theta.dtype  # products with series are taken in it as well
+        block = Block(theta, dtype, rows, columns, band, code, keep=True)
+        del theta  # as large as what is kept
+        a, mu = block.A.to(dtype), block.visits(precise)
+    return [a, mu] if len(scores) == 1 else [a, *to_series(mu, *scores)]
 
 
 def hvp(
@@ -440,4 +554,5 @@ def hvp(
         a = value([theta], rows, columns, band, code)
         return torch.where(a.isnan(), a, 0.0)[:, None, None].expand(theta.shape).contiguous()
     with torch.cuda.device_of(theta):
-        return Block(theta, rows, columns, band, code, keep=True).hvp(direction)
+        block = Block(theta, theta.dtype, rows, columns, band, code, keep=True, meet=False)
+        return block.hvp(direction)

@@ -3,8 +3,9 @@
     V(i, j) = θ(i, j) + maxΩ( V(i−1, j−1), V(i−1, j), V(i, j−1) ),   V(0, 0) = θ(0, 0),
     A = V(rows − 1, columns − 1)
 
-Letters: B batch, n rows, m columns. ``theta (B, n, m)``; ``rows, columns (B)``, at least 1. Scores
-may also be those of two series of numbers, ``x (B, n)`` and ``y (B, m)``: θ(i, j) = −(xᵢ − yⱼ)².
+Letters: B batch, n rows, m columns, d features. ``theta (B, n, m)``; ``rows, columns (B)``, at
+least 1. Scores may also be those of two series, ``x (B, n, d)`` and ``y (B, m, d)``, with numbers
+in the padding: θ(i, j) = −‖xᵢ − yⱼ‖².
 """
 
 from __future__ import annotations
@@ -45,17 +46,47 @@ def value(
 
 
 def theta_of(scores: Sequence[Tensor]) -> Tensor:
-    """θ ``(B, n, m)``, or that of two series."""
-    return scores[0] if len(scores) == 1 else -apart(*scores).square()
+    """θ ``(B, n, m)``, or that of two series: in float64 if they are not of numbers."""
+    if len(scores) == 1:
+        return scores[0]
+    x, y = scores
+    if x.shape[-1] == 1:
+        return -(x - y.mT).square()
+    x, y = centred(x, y)
+    square_x, square_y = (torch.linalg.vecdot(t, t)[..., None] for t in (x, y))
+    left = torch.cat([2 * x, square_x, torch.ones_like(square_x)], -1)
+    right = torch.cat([y, -torch.ones_like(square_y), -square_y], -1)
+    return left @ right.mT
 
 
-def apart(x: Tensor, y: Tensor) -> Tensor:
-    return x[:, :, None] - y[:, None]
+def along_series(x: Tensor, y: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """The derivative of θ along (u, v), −2⟨xᵢ − yⱼ, uᵢ − vⱼ⟩, in float64."""
+    (x, y), (u, v) = centred(x, y), centred(u, v)
+    own_x, own_y = torch.linalg.vecdot(x, u), torch.linalg.vecdot(y, v)
+    return 2 * (x @ v.mT + u @ y.mT - own_x[..., None] - own_y[..., None, :])
 
 
-def to_series(flow: Tensor) -> list[Tensor]:
-    """Σ over cells of flow (B, n, m) times the derivative of xᵢ − yⱼ in x and in y."""
-    return [flow.sum(2), -flow.sum(1)]
+def to_series(flow: Tensor, x: Tensor, y: Tensor) -> list[Tensor]:
+    """The derivative of Σ flow·θ in x and in y, for flow ``(B, n, m)``: −2 Σⱼ flow·(xᵢ − yⱼ), and
+    2 Σᵢ of the same."""
+    if x.shape[-1] == 1:
+        flow = -2 * (x - y.mT) * flow
+        return [flow.sum(2, keepdim=True), -flow.sum(1)[..., None]]
+    dtype, flow, (x, y) = x.dtype, flow.double(), centred(x, y)
+
+    def towards(flow: Tensor, own: Tensor, other: Tensor) -> Tensor:
+        sums = flow @ torch.cat([other, torch.ones_like(other[..., :1])], -1)
+        return (2 * (sums[..., :-1] - own * sums[..., -1:])).to(dtype)
+
+    return [towards(flow, x, y), towards(flow.mT, y, x)]
+
+
+def centred(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in float64, less the mean of x: what cancels in products then leaves an error of 1e-16
+    of the squared spread of the series, wherever they lie."""
+    x, y = x.double(), y.double()
+    centre = x.detach().mean(-2, keepdim=True)
+    return x - centre, y - centre
 
 
 def in_band(n: int, m: int, rows: Tensor, columns: Tensor, band: int | None) -> Tensor:

@@ -1,8 +1,8 @@
 """Paths through a grid as a differentiable torch function, for Hard, Shannon and Gini.
 
-``grid`` has one score, ``theta (*batch, n, m)``; ``series`` has two series of numbers, ``x (*batch,
-n)`` and ``y (*batch, m)``, for θ(i, j) = −(xᵢ − yⱼ)², which on the CPU is never stored. Constants:
-``rows, columns (*batch)``. The key is the band, or nothing.
+``grid`` has one score, ``theta (*batch, n, m)``; ``series`` has two series, ``x (*batch, n, d)``
+and ``y (*batch, m, d)``, for θ(i, j) = −‖xᵢ − yⱼ‖², which on the CPU is never stored if d = 1.
+Constants: ``rows, columns (*batch)``. The key is the band, or nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from structmax.forest.grid import naive
 from structmax.forest.grid.naive import in_band as in_band
+from structmax.forest.grid.naive import theta_of as theta_of
 from structmax.primitive import Omega, Primitive, Tensors, backend_for
 from structmax.smoothing import TSALLIS, from_code
 
@@ -39,7 +40,8 @@ def _engine(theta: Tensor) -> ModuleType:
 def _naive(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
     rows, columns = constants
     band = int(key) if key else None
-    return naive.value(naive.theta_of(scores), rows, columns, band, from_code(omega))
+    theta = naive.theta_of(scores).to(scores[0].dtype)
+    return naive.value(theta, rows, columns, band, from_code(omega))
 
 
 def _value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
@@ -60,13 +62,15 @@ def _hvp(
 def _series_hvp(
     scores: Tensors, directions: Tensors, constants: Tensors, key: str, omega: Omega
 ) -> list[Tensor]:
-    """With δ = x − y, whose derivatives are constant, and θ = −δ²: the derivative of −2δμ."""
-    apart, rate = naive.apart(*scores), naive.apart(*directions)
-    theta, along = -apart.square(), -2 * apart * rate
+    """The derivative of −2 Σ μ·(x − y), of which both factors change."""
+    dtype = scores[0].dtype
+    theta = naive.theta_of(scores).to(dtype)
+    along = naive.along_series(*scores, *directions).to(dtype)
     _, mu = _gradient([theta], constants, key, omega)
     (change,) = _hvp([theta], [along], constants, key, omega)
-    return naive.to_series(-2 * (rate * mu + apart * change))
+    terms = naive.to_series(change, *scores), naive.to_series(mu, *directions)
+    return [a + b for a, b in zip(*terms, strict=True)]
 
 
 grid = Primitive("grid", (2,), (0, 0), _value, _gradient, _hvp, _naive)
-series = Primitive("series", (1, 1), (0, 0), _value, _gradient, _series_hvp, _naive)
+series = Primitive("series", (2, 2), (0, 0), _value, _gradient, _series_hvp, _naive)
