@@ -100,13 +100,15 @@ def chain(batch: int, n: int, c: int) -> None:
     s = sx.LinearChain(unary.to(DEVICE), transition.to(DEVICE))
     s.marginals(), s.argmax_tags(), s.sample()
     if c < 8:
-        s.sparsemap()
+        s.sparsemap(), s.sparsemap(penalize="all")
 
 
 def tree(n: int) -> None:
     scores = torch.randn(3, n + 1, n + 1, device=DEVICE)
     s = sx.DependencyTree(scores, torch.tensor([n, 3, 1], device=DEVICE))  # type: ignore[abstract]
     s.argmax(), s.marginals(), s.sparsemap(max_iter=5)
+    flat = 0.1 * scores[:2].requires_grad_()  # so that the rest of the faces is looked for too
+    sx.DependencyTree(flat).sparsemap()  # type: ignore[abstract]
     sx.Assignment(torch.randn(3, n, n + 2, device=DEVICE)).argmax()
 
 
