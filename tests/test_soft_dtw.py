@@ -122,6 +122,10 @@ def test_far_from_the_origin() -> None:
     torch.testing.assert_close(single, expected.float(), rtol=1e-5, atol=1e-5)
     near = SoftDTW(omega=sx.Hard())(x.float() * 100, x.float() * 100 + 1e-2)
     assert near.dtype == torch.float32 and bool((near - 8 * 3e-4).abs().max() < 1e-4)
+    lengths = torch.tensor([3, 5]), torch.tensor([4, 9])  # nor does it to shorter ones
+    expected = SoftDTW()(x, y, lengths)
+    ragged = SoftDTW()(x + 1e6, y + 1e6, lengths)
+    torch.testing.assert_close(ragged, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_dtypes_and_batches() -> None:

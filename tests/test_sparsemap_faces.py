@@ -256,3 +256,37 @@ def test_a_solver_that_was_stopped_has_no_face(backend: str) -> None:
             mu = result.marginals.detach().flatten(1)
             expected = (along @ (2 * mu)[..., None]).reshape(scores.shape)
             torch.testing.assert_close(slope, expected, rtol=0, atol=1e-9)
+
+
+def forbidding(backend: str, seed: int, where: str, how: float) -> Tensor:
+    """The derivative of tags or trees in their first scores, with a number where nothing is."""
+    torch.manual_seed(seed)
+    unary, transition = torch.randn(1, 6, 3).double(), torch.randn(3, 3).double()
+    scores, direction = torch.randn(1, 6, 6).double(), torch.randn(1, 6, 6).double()
+    lengths = None
+    if where == "transition":
+        transition[0, 1] = how
+    elif where == "padding":
+        unary[:, 4:], lengths = how, torch.tensor([4])
+    else:
+        scores[:, :, 0] = scores[:, range(6), range(6)] = how
+    leaf = (scores if where == "diagonal" else unary).requires_grad_()
+    with sx.backend(backend):
+        if where == "diagonal":
+            structure: Any = sx.DependencyTree(leaf)
+        else:
+            structure = sx.LinearChain(leaf, transition, lengths=lengths)
+        mu = structure.sparsemap().marginals
+        return torch.autograd.grad(mu, leaf, direction[..., : mu.shape[-1]])[0]
+
+
+@pytest.mark.parametrize("where", ["transition", "padding", "diagonal"])
+@pytest.mark.parametrize("backend", ["cpu", "naive"])
+def test_minus_a_billion_where_nothing_is(backend: str, where: str) -> None:
+    """As others write what is forbidden. It says nothing of how exact the other scores are."""
+    for seed in range(40 if backend == "cpu" else 12):
+        found, expected = (
+            forbidding(backend, seed, where, how)
+            for how in (-1e9, -inf if where == "transition" else 0.0)
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

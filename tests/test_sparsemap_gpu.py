@@ -136,6 +136,32 @@ def test_warm_start_and_limit() -> None:
     assert bool((short.iterations == 2).all())
 
 
+@pytest.mark.parametrize("case", ["ragged-chain", "forbidden", "tree", "ties"])
+def test_starts_from_other_scores(case: str) -> None:
+    """With the same answer and gradients as from scratch, whatever it starts from."""
+    structure = CASES[case]()
+    ours, _ = solved(structure, "gpu")
+    name, (scores, _) = next(iter(structure._tensors().items()))
+    other = structure._rebuild(
+        **{k: t for k, (t, _) in structure._tensors().items()}
+        | {name: scores + 0.3 * randn(*scores.shape, seed=3)}
+    )
+    _, start = solved(other, "gpu")
+    again, _ = solved(structure, "gpu", init=start)
+    for a, b in zip(ours, [again[0], *again[-len(ours) + 1 :]], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+
+
+def test_minus_a_billion_where_nothing_is() -> None:
+    scores = randn(2, 6, 6, seed=6)
+    scores[:, :, 0] = scores[:, range(6), range(6)] = -1e9
+    ours, _ = solved(sx.DependencyTree(scores), "gpu")
+    scores[:, :, 0] = scores[:, range(6), range(6)] = 0.0
+    other, _ = solved(sx.DependencyTree(scores), "cpu")
+    for a, b in zip(ours, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+
+
 def test_no_structure() -> None:
     unary = randn(2, 3, 2)
     unary[1, 1] = -math.inf

@@ -130,7 +130,7 @@ def _leave(W, slot, active, ROOM, used, K: tl.constexpr):
 
 
 @triton.jit
-def _settle(p, c, active, newest, A, W, ROOM, used, K: tl.constexpr):
+def settle(p, c, active, newest, A, W, ROOM, used, K: tl.constexpr):
     """Walks to the best point of the face; structures whose weight reaches 0 leave it.
 
     Returns the weights, what is active, and whether that shows that the item is done.
@@ -204,7 +204,7 @@ def enter(p, c, active, products, size, total, slot, A, W, C, ROOM, used, K: tl.
         active = join(active, right, size, u, distance, total, slot, A, W, C, ROOM, used, K)
         c = tl.where(i == slot, total, tl.where(active, c, 0.0))
         p = tl.where(i == slot, weight, p)
-        p, active, done = _settle(p, c, active, newest, A, W, ROOM, used, K)
+        p, active, done = settle(p, c, active, newest, A, W, ROOM, used, K)
     return p, active, done
 
 

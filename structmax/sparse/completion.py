@@ -86,7 +86,7 @@ def _shows_more(
     gradient = theta.clone()
     gradient[:, :width] -= mu[:, :width]
     known = gradient.abs() < torch.inf
-    size = torch.where(known, gradient, 0.0).abs().amax(-1)
+    size = torch.where(mu != 0, gradient, 0.0).abs().amax(-1)  # elsewhere may be anything
     random = torch.Generator(theta.device).manual_seed(1)
     x = torch.zeros_like(theta[:, :width]).normal_(generator=random).mul_(known[:, :width])
     w = W @ active[..., None]
@@ -126,7 +126,7 @@ class _Face:
         self.best = dot(self.gradient, mu)
         known = self.gradient.abs() < torch.inf
         self.free = known[:, None, :width]
-        size = torch.where(known, self.gradient, 0.0).abs().amax(-1)
+        size = torch.where(mu != 0, self.gradient, 0.0).abs().amax(-1)
         self.step, self.slack = STEP + 1e-9 * size, SLACK + 1e-10 * size
         self.rows = counts[:, 1:] - counts[:, :1]  # zeros for slots that are not used
         one = (probs[:, 1:] == 0).double().diag_embed()

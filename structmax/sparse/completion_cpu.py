@@ -110,10 +110,11 @@ def _is_suspect(s: Any) -> bool:
 
 @kernel(inner=True)
 def _start(s: Any) -> None:
-    size = 0.0
-    for i in range(len(s.g)):
-        if abs(s.g[i]) < math.inf:
-            size = max(size, abs(s.g[i]))
+    size = 0.0  # of the gradient: what no active structure has may hold anything
+    for v in range(s.counts[SIZE]):
+        row = s.rows[s.slot[v]]
+        for i in range(s.sizes[s.slot[v], 0]):
+            size = max(size, abs(s.g[row[i]]))
     s.levels[EPSILON], s.levels[SLACK] = MOVE + 1e-9 * size, WORSE + 1e-10 * size
     # one direction will do, but for rounding, unless something is found
     s.counts[MISSES], s.counts[RANDOM] = 0 if _is_suspect(s) else ENOUGH - 2, FACTOR

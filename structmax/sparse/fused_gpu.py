@@ -28,9 +28,9 @@ from structmax.launch import quick
 from structmax.oracles.arborescence import MAX_SIDE_ON_GPU
 from structmax.oracles.arborescence_gpu import find_tree, warps
 from structmax.sparse import active_set, completion, completion_cpu
-from structmax.sparse.active_set_gpu import ROUNDING, enter, join, times
+from structmax.sparse.active_set_gpu import DEPENDENT, ROUNDING, enter, join, settle, times
 from structmax.sparse.active_set_gpu import solve as solve_active
-from structmax.sparse.result import Solution
+from structmax.sparse.result import Solution, SparseMAPResult
 from structmax.structures.linear_chain import LinearChain
 from structmax.structures.nonprojective import NonprojectiveTree
 from structmax.structures.parts import PartStructure
@@ -117,15 +117,131 @@ def _measure(
 
 
 @triton.jit
-def _largest(G, THETA, count, parts, BLOCK: tl.constexpr):
-    """The largest finite absolute value of a gradient, of which the first ``count`` are in G."""
-    top = tl.zeros((BLOCK,), tl.float64)
-    for first in range(0, parts, BLOCK):
-        d = first + tl.arange(0, BLOCK)
-        g = tl.load(G + d, mask=d < count, other=0.0)
-        g += tl.load(THETA + d, mask=(d >= count) & (d < parts), other=0.0)
-        top = tl.maximum(top, tl.where(tl.abs(g) < float("inf"), tl.abs(g), 0.0))
+def _magnitude(
+    THETA, G, CODES, active, L, R, sl, sr,
+    TREE: tl.constexpr, SHARED: tl.constexpr, K: tl.constexpr, LK: tl.constexpr,
+):  # fmt: skip
+    """The largest absolute value of the gradient among the parts of active structures."""
+    i = tl.arange(0, K)
+    top = tl.zeros((K,), tl.float64)
+    for first in range(0, L, LK):
+        l = first + tl.arange(0, LK)[None, :]
+        at = CODES + i[:, None] * L + l
+        code = tl.load(at, mask=active[:, None] & (l < L), other=-1).to(tl.int32)
+        g = tl.load(G + l * sl + code * sr, mask=code >= 0, other=0.0)
+        top = tl.maximum(top, tl.max(tl.abs(g), 1))
+        if not TREE:
+            after = tl.load(at + 1, mask=active[:, None] & (l + 1 < L), other=-1).to(tl.int32)
+            edge = L * R + code * R + after
+            if not SHARED:
+                edge += l * R * R
+            g = tl.load(THETA + edge, mask=(code >= 0) & (after >= 0), other=0.0)
+            top = tl.maximum(top, tl.max(tl.abs(g), 1))
     return tl.max(top, 0)
+
+
+@quick
+@triton.jit(do_not_specialize=["given"])
+def _seed(
+    THETA, CODES, P, C, ACTIVE, A, W, ROOM, LEVELS, COUNTS, L, R, sl, sr, parts, given,
+    TREE: tl.constexpr, SHARED: tl.constexpr, K: tl.constexpr, LK: tl.constexpr,
+):  # fmt: skip
+    """To the best structure, in slot 0, come those that are given to start from, in the slots after
+    it, as far as they are allowed and affinely independent. C holds their weights."""
+    b = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, K)
+    THETA += b * parts
+    CODES += b * K * L
+    C += b * K
+    A += b * K * K
+    W += b * K * K
+    ROOM += b * K
+    if tl.load(COUNTS + b * 4) == SOLVE:
+        shift = tl.load(LEVELS + b * 3 + 1)
+        weights = tl.load(C + i, mask=(i > 0) & (i <= given), other=0.0)
+        p = weights
+        active = i == 0
+        used = tl.minimum(given + 2, K)
+        for k in range(1, given + 1):
+            agree, size, score = _measure(
+                THETA, CODES, k, active, L, R, sl, sr, TREE, SHARED, K, LK
+            )
+            weight = tl.sum(tl.where(i == k, weights, 0.0), 0)
+            right = tl.where(active, agree + 1.0, 0.0)
+            size += 1.0
+            best = tl.sum(tl.where(i == 0, right, 0.0), 0) == size  # it is the one in slot 0
+            p = tl.where(i == 0, p + tl.where(best, weight, 0.0), p)
+            u = solve_active(A, W, right, ROOM, used, K)
+            distance = size - tl.sum(right * u, 0)
+            allowed = tl.where(score > -float("inf"), weight, 0.0)
+            if tl.where(allowed > 0.0, distance, 0.0) > size * DEPENDENT:
+                total = score - shift
+                active = join(active, right, size, u, distance, total, k, A, W, C, ROOM, used, K)
+        p = tl.where(active, p, 0.0)
+        total = tl.sum(p, 0)
+        p = tl.where(total > 0.0, p / total, tl.where(i == 0, 1.0, 0.0))
+        tl.debug_barrier()
+        c = tl.where(active, tl.load(C + i), 0.0)
+        p, active, _ = settle(p, c, active, given * 0 - 1, A, W, ROOM, used, K)
+        tl.store(P + b * K + i, p)
+        tl.store(ACTIVE + b * K + i, active.to(tl.uint8))
+
+
+@triton.jit
+def _begin(P, ACTIVE, A, W, LEVELS, value, size, score, K: tl.constexpr):
+    """The best structure, in slot 0, alone. Returns 1, or 0 if nothing is allowed or a score is
+    NaN."""
+    i = tl.arange(0, K)
+    good = (tl.abs(value) < float("inf")).to(tl.int32)
+    alone = tl.where(i == 0, 1.0, 0.0).to(tl.float64)
+    tl.store(P + i, alone + tl.where(good > 0, 0.0, float("nan")))
+    tl.store(ACTIVE + i, ((i == 0) & (good > 0)).to(tl.uint8))
+    tl.store(A, size + 1.0)
+    tl.store(W, 1.0 / (size + 1.0))
+    tl.store(LEVELS, tl.where(good > 0, float("inf"), float("nan")))
+    tl.store(LEVELS + 1, score)
+    return good
+
+
+@triton.jit
+def _improve(
+    P, C, ACTIVE, A, W, ROOM, LEVELS, p, c, active, agree, size, total, shift, gap, slot, used,
+    stop, tol, K: tl.constexpr,
+):  # fmt: skip
+    """The best structure at the gradient joins the face; returns 1 if the item is done, else 0, and
+    the weights and what is active."""
+    i = tl.arange(0, K)
+    spread = tl.max(tl.where(active, tl.abs(total - c), 0.0), 0)
+    known = tl.max(tl.where(active, tl.abs(c + shift), 0.0), 0)
+    magnitude = tl.maximum(tl.abs(total + shift), known)
+    least = tol * (tl.maximum(size, 1.0) + spread) + magnitude * ROUNDING
+    same = tl.max((active & (agree == size)).to(tl.int32), 0)
+    done = tl.maximum(((gap <= least) | stop).to(tl.int32), same)
+    tl.store(LEVELS, tl.maximum(gap, 0.0))
+    if done == 0:
+        p, active, done = enter(p, c, active, agree, size, total, slot, A, W, C, ROOM, used, K)
+        tl.store(P + i, p)
+        tl.store(ACTIVE + i, active.to(tl.uint8))
+    return done, p, active
+
+
+@triton.jit
+def _widen(
+    ACTIVE, C, A, W, ROOM, active, agree, size, total, gap, slack, slot, used, K: tl.constexpr
+):
+    """A structure of the face joins with weight 0, if it lies outside the hull; returns 1 then."""
+    i = tl.arange(0, K)
+    joins = slot * 0
+    if tl.abs(gap) <= slack:
+        right = tl.where(active, agree + 1.0, 0.0)
+        size += 1.0
+        u = solve_active(A, W, right, ROOM, used, K)
+        distance = size - tl.sum(right * u, 0)
+        if distance > size * OUTSIDE:
+            active = join(active, right, size, u, distance, total, slot, A, W, C, ROOM, used, K)
+            tl.store(ACTIVE + i, active.to(tl.uint8))
+            joins = slot * 0 + 1
+    return joins
 
 
 @quick
@@ -139,7 +255,8 @@ def _walk(
 ):  # fmt: skip
     """At most so many steps of an item. LEVELS: gap, shift, ε; COUNTS: phase, calls, misses, turn.
 
-    OWN becomes the W of the active structures alone, before others of their face join them.
+    OWN becomes the W of the active structures alone, before others of their face join them. What
+    changes in a loop must keep its type, so a number is set by ``x * 0 + …``.
     """
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, K)
@@ -159,9 +276,7 @@ def _walk(
     calls = tl.load(COUNTS + 1)
     misses = tl.load(COUNTS + 2)
     turn = tl.load(COUNTS + 3)
-    left = steps
-    if phase == DONE:
-        left = left * 0
+    left = tl.where(phase == DONE, 0, steps)
     while left > 0:
         left -= 1
         tl.debug_barrier()
@@ -183,16 +298,15 @@ def _walk(
             tl.debug_barrier()
             tl.store(ROOM + i, w)
             tl.debug_barrier()
-            _gradient(THETA, CODES, ROOM, G + b * L * R, used, epsilon, turn, L, R, sl, sr, LB, RB)
+            g = G + b * L * R
+            _gradient(THETA, CODES, ROOM, g, used, epsilon, turn, L, R, sl, sr, LB, RB)
             tl.debug_barrier()
             # -- what is best there
             z = CODES + slot * L
             if TREE:
                 word = tl.arange(0, RB)
                 trail = BACK + b * 2 * RB * RB
-                value, head = find_tree(
-                    G + b * L * R, sr, sl, length.to(tl.int32), trail, SINGLE, RB, LOG
-                )
+                value, head = find_tree(g, sr, sl, length.to(tl.int32), trail, SINGLE, RB, LOG)
                 tl.store(z + word, head.to(tl.int16), mask=word < L)
             else:
                 value = best_tags(
@@ -209,48 +323,29 @@ def _walk(
             )
             if phase == BEGIN:
                 calls = calls * 0 + 1
-                good = tl.abs(value) < float("inf")
-                p = tl.where(i == 0, 1.0, 0.0).to(tl.float64)
-                if good:
-                    tl.store(LEVELS, float("inf"))
-                    tl.store(LEVELS + 1, score)
-                    tl.store(ACTIVE, tl.full((), 1, tl.uint8))
-                    tl.store(A, size + 1.0)
-                    tl.store(W, 1.0 / (size + 1.0))
-                    phase = phase * 0 + SOLVE
-                else:  # nothing is allowed there, or a score is NaN
+                good = _begin(P, ACTIVE, A, W, LEVELS, value, size, score, K)
+                phase = tl.where(good > 0, SOLVE, DONE)
+                left = tl.where(good > 0, left, 0)
+                if good == 0:
                     for t in range(0, L):
                         tl.store(z + t, tl.full((), -1, tl.int16))
-                    tl.store(LEVELS, float("nan"))
-                    p = tl.full((K,), float("nan"), tl.float64)
-                    phase = phase * 0 + DONE
-                    left = left * 0
-                tl.store(P + i, p)
             else:
                 total = score - shift
                 here = tl.sum(p * c, 0) - (tl.sum(p * times(A, p, ROOM, used, K), 0) - 1.0)
                 gap = total - tl.sum(p * agree, 0) - here
                 if phase == SOLVE:
                     calls += 1
-                    spread = tl.max(tl.where(active, tl.abs(total - c), 0.0), 0)
-                    known = tl.max(tl.where(active, tl.abs(c + shift), 0.0), 0)
-                    magnitude = tl.maximum(tl.abs(score), known)
-                    least = tol * (tl.maximum(size, 1.0) + spread) + magnitude * ROUNDING
-                    same = tl.max((active & (agree == size)).to(tl.int32), 0)
-                    done = ((gap <= least) | (calls >= max_iter)).to(tl.int32)
-                    done = tl.maximum(done, same)
-                    tl.store(LEVELS, tl.maximum(gap, 0.0))
-                    if done == 0:
-                        p, active, done = enter(
-                            p, c, active, agree, size, total, slot, A, W, C, ROOM, used, K
-                        )
-                        tl.store(P + i, p)
-                        tl.store(ACTIVE + i, active.to(tl.uint8))
+                    done, p, active = _improve(
+                        P, C, ACTIVE, A, W, ROOM, LEVELS, p, c, active, agree, size, total, shift,
+                        gap, slot, used, calls >= max_iter, tol, K,
+                    )  # fmt: skip
                     if done > 0:
                         phase = phase * 0 + DONE
                         if COMPLETE:
                             phase = phase * 0 + WIDEN
-                            top = _largest(G + b * L * R, THETA, L * R, parts, BLOCK)
+                            top = _magnitude(
+                                THETA, g, CODES, active, L, R, sl, sr, TREE, SHARED, K, LK
+                            )
                             tl.store(LEVELS + 2, 1e-9 * top + STEP)
                             lowest = tl.min(tl.where(active, p, 1.0), 0)
                             # one direction will do, but for rounding, unless something is found
@@ -263,21 +358,12 @@ def _walk(
                         else:
                             left = left * 0
                 else:
-                    misses += 1
                     slack = (tl.abs(epsilon) - STEP) * 0.1 + SLACK
-                    if tl.abs(gap) <= slack:
-                        right = tl.where(active, agree + 1.0, 0.0)
-                        u = solve_active(A, W, right, ROOM, used, K)
-                        distance = size + 1.0 - tl.sum(right * u, 0)
-                        if distance > (size + 1.0) * OUTSIDE:
-                            active = join(
-                                active, right, size + 1.0, u, distance, total, slot,
-                                A, W, C, ROOM, used, K,
-                            )  # fmt: skip
-                            tl.store(ACTIVE + i, active.to(tl.uint8))
-                            misses = misses * 0
-                    if misses % 2 == 0:
-                        turn += 1
+                    joins = _widen(
+                        ACTIVE, C, A, W, ROOM, active, agree, size, total, gap, slack, slot, used, K
+                    )
+                    misses = tl.where(joins > 0, 0, misses + 1)
+                    turn = tl.where(misses % 2 == 0, turn + 1, turn)
                     if misses == ENOUGH:
                         phase = phase * 0 + DONE
                         left = left * 0
@@ -291,20 +377,28 @@ def _walk(
 
 
 def solve(
-    structure: PartStructure, penalize: str, max_iter: int, tol: float, complete: bool
+    structure: PartStructure,
+    penalize: str,
+    max_iter: int,
+    tol: float,
+    init: SparseMAPResult | None,
+    complete: bool,
 ) -> Solution | None:
     """The active-set solution; with ``complete``, with the rest of its faces. None for structures
     that have no such kernel, and where a face has more structures than it has slots for."""
     kind = _kind(structure, penalize)
-    if kind is None:
+    if kind is None or (init is not None and init.probs.shape[-1] + 2 > MOST_SLOTS):
         return None
     batch = structure.batch_shape.numel()
     flat = [p.detach().reshape(batch, -1).double() for p in structure._parts()]
-    state = _State(torch.cat(flat, 1), kind)
-    while state.go_on():
-        if not state.walk(max_iter, tol, complete):
-            return None
-    return state.solution(complete)
+    state = _State(torch.cat(flat, 1), kind, init, complete)
+    if init is not None:
+        state.walk(max_iter, tol, steps=1)
+        state.seed()
+    while state.walk(max_iter, tol):
+        if not state.go_on():
+            return state.solution()
+    return None
 
 
 @dataclass
@@ -322,6 +416,11 @@ class _Kind:
     def strides(self) -> tuple[int, int]:
         return (1, self.R) if self.tree else (self.R, 1)
 
+    def codes(self, structures: Tensor) -> Tensor:
+        """Of indicators ``(b, K, *event)``, ``(b, K, L)``."""
+        most, code = (structures.mT if self.tree else structures).max(-1)
+        return torch.where(most > 0, code, -1).to(torch.int16)
+
     def counts(self, codes: Tensor) -> tuple[Tensor, Tensor]:
         """Of structures ``(b, K, L)``: indicators ``(b, K, LR)`` of their primary parts, and counts
         ``(b, K, ·)`` of their transitions, both in float64."""
@@ -335,14 +434,14 @@ class _Kind:
 
 
 def _kind(structure: PartStructure, penalize: str) -> _Kind | None:
-    L, R = structure.event_shape[:2] if len(structure.event_shape) > 1 else (0, 0)
     if isinstance(structure, LinearChain):
-        steps = structure._parts()[1].shape[-3]
+        (L, R), steps = structure.event_shape, structure._parts()[1].shape[-3]
         if penalize == "all" or R > MAX_TAGS_ON_GPU:
             return None
         return _Kind(False, False, structure._lengths().reshape(-1), L, R, steps)
     if isinstance(structure, NonprojectiveTree):
-        if structure.labelled or structure._has_choices or L > MAX_SIDE_ON_GPU:
+        L = R = structure.event_shape[0]
+        if structure.labelled or L > MAX_SIDE_ON_GPU:
             return None
         return _Kind(True, structure._single, structure._words().reshape(-1), L, R, 0)
     return None
@@ -351,13 +450,22 @@ def _kind(structure: PartStructure, penalize: str) -> _Kind | None:
 class _State:
     """Faces of all items, in the order of the batch."""
 
-    def __init__(self, theta: Tensor, kind: _Kind) -> None:
-        self.theta, self.kind = theta, kind
-        b, K, device = len(theta), FIRST_SLOTS, theta.device
+    def __init__(
+        self, theta: Tensor, kind: _Kind, init: SparseMAPResult | None, complete: bool
+    ) -> None:
+        self.theta, self.kind, self.complete = theta, kind, complete
+        self.given = 0 if init is None else init.probs.shape[-1]
+        b, device = len(theta), theta.device
+        K = max(FIRST_SLOTS, triton.next_power_of_2(self.given + 2))
         self.codes = torch.zeros(b, K, kind.L, dtype=torch.int16, device=device)
         self.p, self.scores, self.room = (theta.new_zeros(b, K) for _ in range(3))
+        if init is not None:
+            given = init.structures.detach().reshape(b, self.given, kind.L, kind.R)
+            self.codes[:, 1 : self.given + 1] = kind.codes(given.to(device))
+            self.scores[:, 1 : self.given + 1] = init.probs.detach().reshape(b, -1).to(theta)
         self.active = torch.zeros(b, K, dtype=torch.uint8, device=device)
-        self.gram, self.inverse, self.own = (theta.new_zeros(b, K, K) for _ in range(3))
+        self.gram, self.inverse = (theta.new_zeros(b, K, K) for _ in range(2))
+        self.own = torch.zeros_like(self.gram) if complete else self.inverse
         self.gradient = theta.new_empty(b, kind.L * kind.R)
         self.levels = theta.new_zeros(b, 3)
         self.counts = torch.zeros(b, 4, dtype=torch.int32, device=device)
@@ -380,7 +488,18 @@ class _State:
         any_left, self.full = torch.stack([left.any(), full.any()]).tolist()
         return bool(any_left)
 
-    def walk(self, max_iter: int, tol: float, complete: bool) -> bool:
+    def seed(self) -> None:
+        """After the first step: what is given to start from joins the best structure."""
+        kind, options = self.kind, _options(self.kind, self.slots, self.side)
+        with torch.cuda.device_of(self.theta):
+            _seed[(len(self.theta),)](
+                self.theta, self.codes, self.p, self.scores, self.active, self.gram, self.inverse,
+                self.room, self.levels, self.counts, kind.L, kind.R, *kind.strides,
+                self.theta.shape[1], self.given, TREE=kind.tree, SHARED=kind.steps == 1,
+                K=self.slots, LK=options["LK"], num_warps=options["num_warps"],
+            )  # fmt: skip
+
+    def walk(self, max_iter: int, tol: float, steps: int = STEPS) -> bool:
         """Some steps of all items; False if there is no room for them."""
         if self.full:
             if self.slots == MOST_SLOTS:
@@ -393,8 +512,9 @@ class _State:
                 self.theta, self.lengths, self.codes, self.p, self.scores, self.active,
                 self.gram, self.inverse, self.own, self.room, self.gradient, self.levels,
                 self.counts, self.back, kind.L, kind.R, *kind.strides, self.theta.shape[1],
-                STEPS, tol, max_iter, TREE=kind.tree, SINGLE=kind.single, SHARED=kind.steps == 1,
-                COMPLETE=complete, K=K, RB=RB, EVEN=RB == kind.R, **options,
+                steps, tol, max_iter, TREE=kind.tree, SINGLE=kind.single,
+                SHARED=kind.steps == 1, COMPLETE=self.complete, K=K, RB=RB, EVEN=RB == kind.R,
+                **options,
             )  # fmt: skip
         self.inverse = _refreshed(self.gram, self.inverse)
         return True
@@ -405,10 +525,12 @@ class _State:
         for name in ("p", "scores", "room", "active"):
             setattr(self, name, pad(getattr(self, name), (0, K)))
         self.codes = pad(self.codes, (0, 0, 0, K))
-        for name in ("gram", "inverse", "own"):
-            setattr(self, name, pad(getattr(self, name), (0, K, 0, K)))
+        self.gram, self.inverse, own = (
+            pad(t, (0, K, 0, K)) for t in (self.gram, self.inverse, self.own)
+        )
+        self.own = own if self.complete else self.inverse
 
-    def solution(self, complete: bool) -> Solution:
+    def solution(self) -> Solution:
         p = self.p
         active, gap, calls = self.active != 0, self.levels[:, 0], self.counts[:, 1].long()
         used = active & (p > 0)
@@ -421,9 +543,9 @@ class _State:
         vertices, edges = self.kind.counts(_pick(self.codes, slot))
         probs = torch.where(used, p.gather(1, order), 0.0)
         probs = torch.where(gap.isnan()[:, None], torch.nan, probs)
-        inverse = _refreshed(self.gram, self.own) if complete else self.inverse
+        inverse = _refreshed(self.gram, self.own) if self.complete else self.inverse
         inverse = _block(inverse, order, used)
-        found = Solution(vertices, edges, probs, gap, calls, inverse, whole=complete)
+        found = Solution(vertices, edges, probs, gap, calls, inverse, whole=self.complete)
         if not more:
             return found
         items = wide.nonzero().squeeze(-1)
@@ -442,7 +564,7 @@ def _options(kind: _Kind, K: int, RB: int) -> dict[str, int]:
         "LK": max(16, min(triton.next_power_of_2(kind.L), TILE // K)),
         "LOG": RB.bit_length() - 1,
         "BLOCK": 256,
-        "num_warps": warps(RB) if kind.tree else 2,
+        "num_warps": warps(RB) if kind.tree else min(16, max(2, RB * RB // 512)),
     }
 
 

@@ -240,10 +240,10 @@ def _solve(
             from structmax.sparse import cpu
 
             found = cpu.solve(structure, penalize, max_iter, tol, init, complete)
-        elif backend == "gpu" and init is None:
+        elif backend == "gpu":
             from structmax.sparse import fused_gpu
 
-            found = fused_gpu.solve(structure, penalize, max_iter, tol, complete)
+            found = fused_gpu.solve(structure, penalize, max_iter, tol, init, complete)
     if found is not None:
         return found
     theta = torch.cat(_flat(parts, batch), -1)
@@ -292,7 +292,8 @@ def _completed(
     if not len(theta):
         return solution
     found = completion.complete(oracle, theta, solution, width, at_once)
-    return solution if found is None else solution._replace(items=found[0], rows=found[1])
+    items, rows = (None, None) if found is None else found
+    return solution._replace(items=items, rows=rows, whole=True)
 
 
 class _StructureOracle:
