@@ -427,7 +427,8 @@ class Batch:
 
 
 def of_vectors(scores: Sequence[Tensor]) -> bool:
-    """Whether they are two series whose distances the kernels do not know."""
+    """Whether they are two series whose distances the kernels do not know. SoftDTW gives those as
+    scores of cells, unless the backend changes between the two directions."""
     return len(scores) == 2 and scores[0].shape[-1] != 1
 
 

@@ -436,14 +436,14 @@ def down_rows(
 
 
 class Block:
-    """A batch with the way up done; from the first corner only, unless the halves may ``meet``.
+    """A batch with the way up done; from the first corner only, unless the ``halves`` may meet.
 
     ``dtype`` is that of backpointers and exponentials.
     """
 
     def __init__(
         self, theta: Tensor, dtype: torch.dtype, rows: Tensor, columns: Tensor,
-        band: int, code: Code, keep: bool, meet: bool = True,
+        band: int, code: Code, keep: bool, halves: bool = True,
     ) -> None:  # fmt: skip
         self.dtype, self.device, (self.B, self.n, self.m) = dtype, theta.device, theta.shape
         self.kind, self.gamma, self.band = int(code[0]), code[1], band
@@ -456,7 +456,7 @@ class Block:
         self.how = {"BLOCK": block, "num_warps": max(1, warps), "num_stages": 1}
         self.A = self.room(torch.float64)
         if self.in_rows:
-            self.corners = CORNERS if meet and self.kind == smoothing.SHANNON else 1
+            self.corners = CORNERS if halves and self.kind == smoothing.SHANNON else 1
             self.up_rows(theta, keep)
         else:
             depth = self.m if keep else 1
@@ -475,7 +475,7 @@ class Block:
             skewed, skewed.stride(0), *self.sizes, V, self.Q, self.A, self.n, self.m, self.band,
             self.gamma, KIND=self.kind, KEEP=keep, CORNERS=self.corners, **self.how,
         )  # fmt: skip
-        self.S = V
+        self.S = V  # any pointer will do from one corner
         if self.corners == 2:
             self.S = self.room(torch.float64, 2, 2, self.how["BLOCK"])
             meet[(self.B, 2)](*self.sizes, V, self.S, self.A, self.gamma, **self.how)
@@ -554,5 +554,5 @@ def hvp(
         a = value([theta], rows, columns, band, code)
         return torch.where(a.isnan(), a, 0.0)[:, None, None].expand(theta.shape).contiguous()
     with torch.cuda.device_of(theta):
-        block = Block(theta, theta.dtype, rows, columns, band, code, keep=True, meet=False)
+        block = Block(theta, theta.dtype, rows, columns, band, code, keep=True, halves=False)
         return block.hvp(direction)
