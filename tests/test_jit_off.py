@@ -28,6 +28,9 @@ def answers() -> dict[str, list[float]]:
     arcs[0, 1:, 3] = -torch.inf  # only the root is left
     out["trees"] = sx.DependencyTree(arcs, root="multi").argmax()
     out["sparse trees"] = sx.DependencyTree(arcs.double(), root="multi").sparsemap().marginals
+    out["arcs"] = sx.DependencyTree(arcs, projective=True).marginals()
+    out["arcs, multi"] = sx.DependencyTree(arcs, projective=True, root="multi").marginals()
+    out["spans"] = sx.BinaryTree(torch.randn(2, 10, 10, generator=draw)).marginals()
     emission = torch.randn(2, 4, 2, generator=draw)
     tree = sx.PCFG(torch.zeros(2), torch.randn(2, 4, 4, generator=draw), emission)
     out["grammar"], out["sparse grammar"] = tree.argmax(), tree.sparsemap().marginals

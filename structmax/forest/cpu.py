@@ -4,6 +4,8 @@ Items of a batch lie side by side in the innermost dimension of a block (``LANES
 one load of an index serves all of them and the arithmetic vectorises. Blocks are float64 whatever
 the input: the sums of a long derivation keep their digits, and one compilation serves all dtypes.
 Memory per item is O(nodes + parts): the weight of an edge is recomputed from the node values.
+Value and gradient under Shannon are computed by ``products`` where these stay in range, and without
+lists where the forest is a chart (``cpu_charts``).
 
 ``V (v+1, L)`` node values, the last row 0 for the absent tail; ``S (P+1, L)`` scores, the last row
 0 for the absent part; ``T (v, L)`` what a node needs to give back its backpointers (see ``up``).
@@ -19,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from structmax.forest.products import ProductBlock
+from structmax.forest.cpu_charts import block_of, work_of
 from structmax.forest.runs import edges_of
 from structmax.forest.topology import Forest, Ints
 from structmax.jit import exp, kernel, run_chunks
@@ -586,7 +588,7 @@ def value(forest: Forest, scores: Tensor, goal: Tensor, code: Code) -> Tensor:
         a[items] = Block(forest, theta[items], goals[items], code).values()
 
     def task_by_products(items: slice) -> NDArray:
-        block = ProductBlock(forest, theta[items], goals[items], code[1])
+        block = block_of(forest, theta[items], goals[items], code[1], down=False)
         with np.errstate(over="ignore"):  # of an item that is left
             a[items] = block.values()
         return block.left
@@ -611,7 +613,8 @@ def _run(
         if left.any():
             task(low + np.flatnonzero(left))
 
-    run_chunks(run, items, forest.num_edges, LANES)
+    work = work_of(forest) if code[0] == SHANNON else forest.num_edges
+    run_chunks(run, items, work, LANES)
 
 
 def gradient(forest: Forest, scores: Tensor, goal: Tensor, code: Code) -> tuple[Tensor, Tensor]:
@@ -625,7 +628,7 @@ def gradient(forest: Forest, scores: Tensor, goal: Tensor, code: Code) -> tuple[
         a[items], m[items] = block.values(), block.gradient()
 
     def task_by_products(items: slice) -> NDArray:
-        block = ProductBlock(forest, theta[items], goals[items], code[1])
+        block = block_of(forest, theta[items], goals[items], code[1], down=True)
         with np.errstate(over="ignore"):  # of an item that is left
             a[items], m[items] = block.values(), block.gradient()
         return block.left
