@@ -1,5 +1,7 @@
 """The active-set method on the GPU: two launches and the oracle for a step of all items.
 
+For any oracle; chains and trees have a kernel that holds theirs too (``fused_gpu``).
+
 The same method as in ``active_set.py``, whose state it works on, with one program for an item (its
 walk to the best point of its face is as long as it needs) and no word to the host: it looks at who
 is done every few steps only.
