@@ -22,6 +22,7 @@ from structmax.smoothing import Smoothing
 from structmax.structures.choice import Choice
 from structmax.structures.dynamic import DynamicStructure
 from structmax.structures.ksubset import KSubset
+from structmax.structures.lengths import full
 
 HARD = 1e5  # log-odds of what cannot be otherwise: more than scores make up for
 
@@ -230,7 +231,7 @@ class Pair(DynamicStructure):
         return name_of("pair", ())
 
     def _goal(self) -> Tensor:
-        return torch.full(self.batch_shape, 2, dtype=torch.int32, device=self.scores.device)
+        return full(self.batch_shape, 2, self.scores.device, torch.int32)
 
     def _replace_primary(self, scores: Tensor) -> Pair:
         return self._rebuild(scores=scores, both=self.both)

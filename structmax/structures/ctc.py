@@ -17,6 +17,7 @@ from structmax.primitive import backend_for
 from structmax.smoothing import Shannon, Smoothing
 from structmax.structures.base import Structure
 from structmax.structures.dynamic import DynamicStructure
+from structmax.structures.lengths import full
 from structmax.structures.nesting import nest, unnest
 
 
@@ -147,7 +148,7 @@ class CTC(DynamicStructure):
         most = (self.event_shape[0], self.targets.shape[-1])
         for given, low, high in zip((self.input_lengths, self.target_lengths), (1, 0), most):
             if given is None:
-                size = torch.full(self.batch_shape, high, device=self.log_probs.device)
+                size = full(self.batch_shape, high, self.log_probs.device)
             else:
                 size = given.long().clamp(low, high).expand(self.batch_shape)
             out.append(size)

@@ -18,6 +18,7 @@ from structmax.oracles import shortest_path
 from structmax.smoothing import Smoothing
 from structmax.structures.base import dot
 from structmax.structures.dynamic import DynamicStructure
+from structmax.structures.lengths import full
 from structmax.structures.nesting import nest, unnest
 
 Cell = tuple[int, int]
@@ -136,7 +137,7 @@ class GridPath(DynamicStructure):
 
     def _goal(self) -> Tensor:
         last, device = self.event_shape.numel() - 1, self.scores.device
-        return torch.full(self.batch_shape, last, dtype=torch.int32, device=device)
+        return full(self.batch_shape, last, device, torch.int32)
 
     def _derivation_size(self) -> int:
         return sum(self.event_shape) - 1

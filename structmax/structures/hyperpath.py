@@ -16,6 +16,7 @@ from structmax.forest.topology import Forest
 from structmax.smoothing import Smoothing
 from structmax.structures.base import dot
 from structmax.structures.dynamic import DynamicStructure, counts_of_edges, forest_of_edges
+from structmax.structures.lengths import full
 
 
 class Hyperpath(DynamicStructure):
@@ -100,7 +101,7 @@ class Hyperpath(DynamicStructure):
         if self.goal is not None:
             return self.goal.int().expand(self.batch_shape)
         last, device = self.forest.num_nodes - 1, self.scores.device
-        return torch.full(self.batch_shape, last, dtype=torch.int32, device=device)
+        return full(self.batch_shape, last, device, torch.int32)
 
     def _derivation_size(self) -> int:
         return self.forest.longest

@@ -14,22 +14,24 @@ from structmax.primitive import is_plain
 from structmax.structures.base import Structure
 
 MOST = 256  # tensors kept
-_kept: dict[tuple[torch.Size, int, torch.device], Tensor] = {}
+_kept: dict[tuple[torch.Size, int, torch.device, torch.dtype], Tensor] = {}
 
 
-def full(shape: torch.Size, n: int, device: torch.device) -> Tensor:
+def full(
+    shape: torch.Size, n: int, device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
     """``(*shape)`` times n.
 
     On a GPU it is made once, since a launch takes longer than most of what reads it. It is never
     given up, so that no stream can find its memory used for something else.
     """
     if device.type != "cuda" or not (is_plain(()) and checks.can_look()):
-        return torch.full(shape, n, device=device)
-    key = shape, n, device
+        return torch.full(shape, n, device=device, dtype=dtype)
+    key = shape, n, device, dtype
     found = _kept.get(key)
     if found is None:
         with torch.inference_mode(False):
-            found = torch.full(shape, n, device=device)
+            found = torch.full(shape, n, device=device, dtype=dtype)
         if len(_kept) < MOST:
             torch.cuda.current_stream(device).synchronize()  # other streams need not wait for it
             _kept[key] = found

@@ -160,8 +160,9 @@ class PartStructure(Structure):
         on_cpu = value.device.type == "cpu" and checks.can_look() and is_plain((value,))
         if on_cpu and np.isfinite(value.numpy()).all():
             return answer
-        good = value.abs() < math.inf  # no −inf, nor the NaN or +inf of scores not looked at
-        return torch.where(good[(..., *[None] * (answer.dim() - good.dim()))], answer, math.nan)
+        # 0 · value is NaN for −inf, and for the NaN or +inf of scores not looked at: one launch
+        value = value[(..., *[None] * (answer.dim() - value.dim()))]
+        return torch.add(answer, value, alpha=0).to(answer.dtype)
 
     def marginals(self) -> Tensor:
         value, mu = self._cached(1)

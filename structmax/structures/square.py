@@ -15,10 +15,11 @@ from torch import Tensor
 
 from structmax import checks
 from structmax.forest.topology import bucket
+from structmax.primitive import is_transforming
 from structmax.smoothing import Smoothing
 from structmax.structures.base import Structure
 from structmax.structures.dynamic import DynamicStructure
-from structmax.structures.lengths import OneSided
+from structmax.structures.lengths import OneSided, full
 from structmax.structures.parts import PartStructure
 
 Ints = NDArray[np.int32]
@@ -213,7 +214,7 @@ class PackedSquare(SquareStructure, DynamicStructure):
         if self.lengths is not None:
             return self._goal_node(self._lengths()).int()
         goal = self._goal_node(self._longest)
-        return torch.full(self.batch_shape, goal, dtype=torch.int32, device=self.scores.device)
+        return full(self.batch_shape, goal, self.scores.device, torch.int32)
 
     def _cells(self) -> Tensor:
         """Where each part lies in the flattened square, ``(P)``."""
@@ -245,7 +246,9 @@ class PackedSquare(SquareStructure, DynamicStructure):
             flat = flat.unflatten(-1, (-1, c))
         at = flat.dim() - 2 if c else flat.dim() - 1
         whole = flat.new_full((*flat.shape[:at], s * s, *flat.shape[at + 1 :]), fill)
-        return whole.index_copy(at, self._cells(), flat).unflatten(at, (s, s))
+        # in place where nothing watches: otherwise whole is copied first
+        copy = whole.index_copy if is_transforming((flat,)) else whole.index_copy_
+        return copy(at, self._cells(), flat).unflatten(at, (s, s))
 
     def _edge_use(self, z: Tensor) -> Tensor:
         return super()._edge_use(self._masked(z))
