@@ -26,6 +26,41 @@ def can_look() -> bool:
     return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
+def number(owner: str, name: str, value: object, hint: str = "") -> float:
+    """A Python number. A tensor that asks for a gradient is refused: there would be none."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise ValueError(
+            f"{owner}: {name} is a tensor that asks for a gradient, but there is none with respect "
+            f"to {name}.{hint} Without a gradient: float({name})."
+        )
+    try:
+        if not isinstance(value, str):
+            return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise ValueError(f"{owner}: {name} must be a number, got {value!r}.")
+
+
+def as_tensor(owner: str, name: str, given: object, device: torch.device) -> Tensor:
+    """A tensor of what is one, or of numbers in lists."""
+    try:
+        return torch.as_tensor(given, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(
+            f"{owner}: {name} must be a tensor or lists of numbers, got {given!r}."
+        ) from None
+
+
+def sample_shape(owner: str, shape: Sequence[int]) -> torch.Size:
+    """The shape of samples."""
+    if isinstance(shape, int):
+        raise ValueError(
+            f"{owner}.sample: the shape must be a tuple, got {shape}. For {shape} samples: "
+            f"sample(({shape},))."
+        )
+    return torch.Size(shape)
+
+
 def scores(owner: str, name: str, tensor: Tensor, dims: int, shape: str) -> None:
     """A floating-point tensor with at least ``dims`` dimensions, none of its last ones empty."""
     if not isinstance(tensor, Tensor):
@@ -145,7 +180,7 @@ def feasible(owner: str, query: str, value: Tensor) -> None:
     none = value == -torch.inf
     if bool(none.any()):
         item = tuple(none.nonzero()[0].tolist())
-        where = f"item {_show(item)}" if item else "the scores"
+        where = f"item {_show(item)}" if item else "the item"
         raise ValueError(
             f"{owner}.{query}: {where} allows no structure: every one has a part that is forbidden "
             "(-inf). Forbid less, or drop the item."

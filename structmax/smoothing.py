@@ -21,6 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from structmax import checks
+
 HARD, SHANNON, TSALLIS = 0, 1, 2  # the codes that kernels switch on
 
 
@@ -36,11 +38,15 @@ class Smoothing:
     gamma: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (0 < self.gamma < math.inf):
+        name = type(self).__name__
+        hint = " A learnable temperature divides the scores: A is then gamma times that of them."
+        gamma = checks.number(name, "gamma", self.gamma, hint)
+        if not (0 < gamma < math.inf):
             raise ValueError(
-                f"{type(self).__name__}: gamma must be a positive number, got {self.gamma}. "
-                "For gamma = 0 use sx.Hard()."
+                f"{name}: gamma must be a positive number, got {gamma}. For gamma = 0 use "
+                "sx.Hard()."
             )
+        object.__setattr__(self, "gamma", gamma)
 
     @property
     def code(self) -> tuple[float, float, float]:
@@ -136,11 +142,11 @@ class Tsallis(Smoothing):
     alpha: float = 1.5
 
     def __init__(self, alpha: float = 1.5, gamma: float = 1.0) -> None:
-        object.__setattr__(self, "alpha", float(alpha))
+        object.__setattr__(self, "alpha", checks.number("Tsallis", "alpha", alpha))
         object.__setattr__(self, "gamma", gamma)
         self.__post_init__()
-        if not 1 <= alpha < math.inf:
-            raise ValueError(f"Tsallis: alpha must be at least 1, got {alpha}.")
+        if not 1 <= self.alpha < math.inf:
+            raise ValueError(f"Tsallis: alpha must be at least 1, got {self.alpha}.")
 
     @property
     def code(self) -> tuple[float, float, float]:

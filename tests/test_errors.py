@@ -10,6 +10,7 @@ import gc
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from table import diamond
@@ -750,3 +751,77 @@ def test_what_is_added_must_be_finite() -> None:
         best = perturbed.topk(2)
         assert best.scores[1].isnan().tolist() == [True, False] and not best.exists[1].any()
         assert best.exists[0].all()
+
+
+# -- arguments of another kind --------------------------------------------------------------------
+
+
+def test_a_temperature_without_a_gradient() -> None:
+    """It would be lost, silently."""
+    learnt = torch.tensor(0.5, requires_grad=True)
+    for omega in (sx.Shannon, sx.Gini, lambda g: sx.Tsallis(1.5, g), lambda a: sx.Tsallis(a + 1)):
+        fails(lambda omega=omega: omega(learnt), "asks for a gradient", "float(")  # type: ignore[misc]
+    assert sx.Shannon(learnt.detach()) == sx.Shannon(0.5)
+    fails(lambda: sx.Shannon("1"), "Shannon: gamma must be a number")  # type: ignore[arg-type]
+    fails(lambda: sx.Gini(torch.ones(2)), "Gini: gamma must be a number")  # type: ignore[arg-type]
+    x = randn(3)
+    fails(lambda: sx.normmax(x, learnt + 1), "normmax: alpha", "gradient")  # type: ignore[arg-type]
+    fails(lambda: sx.budgetmax(x, learnt + 1), "budgetmax: k", "gradient")  # type: ignore[arg-type]
+    fails(lambda: sx.entmax(x, "1.5"), "entmax: alpha must be a number")  # type: ignore[arg-type]
+
+
+def test_a_tensor_is_no_structure() -> None:
+    x = randn(3).requires_grad_()
+    fails(lambda: sx.project(x, x), "must be a structure", "Tensor")  # type: ignore[arg-type]
+    fails(lambda: sx.estimators.SPIGOT()(x), "takes a structure", "Tensor")  # type: ignore[arg-type]
+
+
+def test_structures_of_another_kind() -> None:
+    chain = sx.LinearChain(randn(3, 2), randn(2, 2))
+    for z in (None, "abc", [None]):
+        fails(lambda z=z: chain.log_prob(z), "LinearChain: z must be a tensor")  # type: ignore[misc]
+    fails(lambda: sx.Choice(randn(3)).log_prob(None), "Choice: an index must be")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree", "subset"])
+def test_the_shape_of_samples_is_a_tuple(kind: str) -> None:
+    s: sx.Structure = {
+        "chain": lambda: sx.LinearChain(randn(3, 2), randn(2, 2)),
+        "tree": lambda: sx.DependencyTree(randn(3, 3)),
+        "subset": lambda: sx.KSubset(randn(3), 2),
+    }[kind]()
+    fails(lambda: s.sample(5), "sample((5,))")  # type: ignore[arg-type]
+    assert s.topk(np.int64(2)).scores.shape[-1] == 2  # type: ignore[arg-type]
+
+
+def test_costs_of_another_shape() -> None:
+    s = sx.Choice(randn(2, 3))
+    assert s.expected_cost(torch.ones(5, 2, 3)).shape == (5, 2)
+    torch.testing.assert_close(sx.Choice(randn(3)).expected_cost(torch.eye(3)), randn(3).softmax(0))
+    fails(lambda: s.expected_cost(torch.ones(2, 4)), "part_costs must broadcast to (2, 3)")
+    fails(lambda: s.expected_cost(1.0), "part_costs must be a tensor")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("omega", SMOOTHINGS, ids=str)
+@pytest.mark.parametrize("counts", [[1, 1, 1], [1, 0, 0], [0.5, 0.5, 0.5], [-1, 0, 0], [0, 0, 0]])
+def test_counts_of_no_derivation(omega: sx.Smoothing, counts: list[float]) -> None:
+    draw = sx.ForestBuilder()
+    a, b, c = draw.node(), draw.node(), draw.node()
+    draw.edge(b, a, part=0)
+    draw.edge(c, b, part=1)
+    draw.edge(c, a, part=2)
+    s = sx.Hyperpath(draw.build(), torch.tensor([1.0, 1.0, 0.5]), smoothing=omega)
+    good = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    assert s.log_prob(good).exp().sum() == pytest.approx(1.0)
+    bad = torch.stack([good[0], torch.tensor(counts)])
+    fails(lambda: s.log_prob(bad), "z[1] is not a derivation")
+    fails(lambda: s.score(bad[1]), "z is not a derivation")
+
+
+def test_a_part_in_the_padding_cannot_be_included() -> None:
+    include = torch.zeros(4, 3, dtype=torch.bool)
+    include[3, 0] = True
+    chain = sx.LinearChain(randn(4, 3), randn(3, 3), lengths=torch.tensor(3))
+    ctc = sx.CTC(randn(4, 3), torch.tensor([1]), torch.tensor(3), torch.tensor(1))
+    for s in (chain, ctc):
+        assert s.condition(include=include).log_partition() == -inf

@@ -447,6 +447,17 @@ def test_invariances(row: Row) -> None:
         torch.testing.assert_close(row.map((x + shift).float()), p.float(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("shift", [2.0**16, 2.0**20, -(2.0**20)])
+def test_large_offsets(row: Row, shift: float) -> None:
+    """Which entries can have weight is decided after the largest is subtracted."""
+    x = (randn(64, 40) * 8).round() / 4
+    for dtype, tolerance in ((f64, 1e-9), (f32, 1e-5)):
+        moved = (x + shift).to(dtype)
+        assert (moved.double() == x + shift).all()
+        expected = row.map(x).to(dtype)
+        torch.testing.assert_close(row.map(moved), expected, rtol=tolerance, atol=tolerance)
+
+
 # -- backends --------------------------------------------------------------------------------------
 
 

@@ -441,3 +441,18 @@ def test_dense_kernels_at_large_spreads() -> None:
         close(value, value0, tolerance)
         for a, b in zip(mu, mu0, strict=True):
             close(a, b, tolerance)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "naive"])
+@pytest.mark.parametrize("shift", [1e4, -1e4])
+def test_large_offsets_of_the_ends(backend: str, shift: float) -> None:
+    """Two large offsets at one position are not added in float32."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = (64, 6, 3), (3, 3), (3,), (3,)
+    parts = [torch.randint(-3000, 3000, s, generator=generator) / 1024 for s in sizes]
+    with sx.backend(backend):
+        plain, moved = sx.LinearChain(*parts), sx.LinearChain(*[p + shift for p in parts])
+        torch.testing.assert_close(moved.marginals(), plain.marginals(), rtol=0, atol=1e-5)
+        gain = moved.log_partition().double() - plain.log_partition().double()
+        torch.testing.assert_close(gain, torch.full_like(gain, 13 * shift), rtol=1e-6, atol=0)
+        assert (moved.argmax() == plain.argmax()).all()

@@ -661,3 +661,14 @@ def test_best_matchings_are_no_slower_than_a_loop_over_scipy() -> None:
 
     ours()
     assert least(ours) <= least(theirs)
+
+
+@pytest.mark.parametrize("mask", [-1e9, -1e12, -1e30, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("k", [2, (0, 3), (1, 2), (0, 4)], ids=str)
+def test_finite_masks(mask: float, k: int | tuple[int, int]) -> None:
+    """A mask that is a large number costs no digits of the others."""
+    scores = torch.tensor([0.5, -0.3, mask, 2.0, mask], dtype=torch.float64)
+    masked = sx.KSubset(scores, k)
+    forbidden = sx.KSubset(torch.where(scores < -100, -torch.inf, scores), k)
+    for query in ("log_partition", "marginals", "entropy", "argmax"):
+        torch.testing.assert_close(getattr(masked, query)(), getattr(forbidden, query)())

@@ -159,6 +159,11 @@ def surrogate(structure: Structure, z: Tensor, pullback: Pullback) -> Tensor:
     in every score of the structure, takes the place of the derivative of z, which is zero or not
     defined. It is called once for each backward pass. There is no second derivative.
     """
+    if not isinstance(structure, Structure):
+        raise ValueError(
+            f"an estimator takes a structure, such as sx.LinearChain(...), got "
+            f"{type(structure).__name__}."
+        )
     scores = {k: t for k, (t, _) in structure._tensors().items() if t.is_floating_point()}
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in scores.values()):
         return z

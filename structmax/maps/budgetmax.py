@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from structmax.checks import can_look
+from structmax.checks import can_look, number
 from structmax.maps.recipe import Map, refuse
 
 
@@ -65,14 +65,15 @@ def budgetmax(x: Tensor, k: float, dim: int = -1, mask: Tensor | None = None) ->
     >>> budgetmax(torch.tensor([-2.0, 0.0, 0.5]), k=1)
     tensor([0.0000, 0.2500, 0.7500])
     """
+    k = number("budgetmax", "k", k)
     if not 0 <= k < math.inf:
         raise ValueError(f"budgetmax: k must be a number of at least 0, got {k}.")
     if isinstance(x, Tensor) and x.dim() > 0 and -x.dim() <= dim < x.dim() and k > x.shape[dim] > 0:
         raise ValueError(
-            f"budgetmax: k = {k} is more than the {x.shape[dim]} entries along dim {dim} of scores "
-            f"of shape {tuple(x.shape)}, each of which takes at most 1."
+            f"budgetmax: k = {k:g} is more than the {x.shape[dim]} entries along dim {dim} of "
+            f"scores of shape {tuple(x.shape)}, each of which takes at most 1."
         )
-    p = _map(x, options=(float(k),), dim=dim, mask=mask)
+    p = _map(x, options=(k,), dim=dim, mask=mask)
     if can_look() and p.numel() and bool(p.detach().amax(dim).isnan().any()):
         _refuse_short_rows(x, k, dim, mask)
     return p
@@ -85,5 +86,5 @@ def _refuse_short_rows(x: Tensor, k: float, dim: int, mask: Tensor | None) -> No
     refuse(
         "budgetmax",
         (count < k) & (count > 0),
-        lambda row: f"has {int(count[row])} entries that are not masked, fewer than k = {k}.",
+        lambda row: f"has {int(count[row])} entries that are not masked, fewer than k = {k:g}.",
     )

@@ -48,12 +48,23 @@ def fill(p, x, value):
 
 
 @kernel(inner=True)
+def drop(z, index, count, limit):
+    """Keeps the entries above the limit. Returns their count."""
+    kept = 0
+    for i in range(count):
+        here = z[i]
+        z[kept], index[kept] = here, index[i]
+        kept += 1 if here > limit else 0
+    return kept
+
+
+@kernel(inner=True)
 def gather(x, peak, radius, p, z, index):
     """z = x − peak of the entries above −radius with their places; zeros p. Returns the count."""
     n, count = x.shape[0], 0
     whole = n - n % 16
     limit = x.dtype.type(peak - radius)
-    limit -= abs(limit) * x.dtype.type(1e-6)  # in doubt an entry stays, and is dropped later
+    limit -= abs(limit) * x.dtype.type(1e-6)  # in doubt an entry stays, until z is known
     for i in range(n):
         p[i] = 0.0
     for start in range(0, whole, 16):
@@ -73,18 +84,7 @@ def gather(x, peak, radius, p, z, index):
         if x[i] > limit:
             z[count], index[count] = np.float64(x[i]) - peak, i
             count += 1
-    return count
-
-
-@kernel(inner=True)
-def drop(z, index, count, limit):
-    """Keeps the entries above the limit. Returns their count."""
-    kept = 0
-    for i in range(count):
-        here = z[i]
-        z[kept], index[kept] = here, index[i]
-        kept += 1 if here > limit else 0
-    return kept
+    return drop(z, index, count, -radius)
 
 
 @kernel(inner=True, fast=True)
@@ -332,39 +332,44 @@ def softmax_row(x, peak, p):
         p[i] *= scale
 
 
+@kernel(inner=True)
+def solve_row(x, bits, a, p, z, index, work, spot):
+    """p = entmax of one row. Returns its peak; z ``(3, n + 1)``, index, work and spot are room."""
+    peak = peak_of(x, bits, spot)
+    if peak == -INF or not peak < INF or not 1.0 <= a < INF:
+        fill(p, x, 0.0 if peak == -INF else np.nan)
+        return peak
+    if a == 1.0:
+        softmax_row(x, peak, p)
+        return peak
+    radius = 1.0 / (a - 1.0)
+    if a < 2.0 and a != 1.5:
+        count = gather(x, peak, radius, p, work[0], index)
+        count = entmax_row(work[0], index, count, a - 1.0, work[1], work[2])
+        for i in range(count):
+            p[index[i]] = work[0, i]
+        return peak
+    count = gather(x, peak, radius, p, z[0], index)
+    if a == 2.0:
+        count = sparsemax_row(z[0], index, count)
+    elif a == 1.5:
+        count = entmax15_row(z[0], index, count)
+    else:
+        count = steep_row(z[0], index, count, a - 1.0, z[1], z[2])
+    for i in range(count):
+        p[index[i]] = z[0, i]
+    return peak
+
+
 @kernel
 def entmax_rows(x, bits, alpha, p, low, high):
     """Rows low..high of entmax; alpha has one entry for each row, or one for all."""
     n = x.shape[1]
-    z, u, q = np.empty(n + 1), np.empty(n + 1), np.empty(n + 1)
-    index = np.empty(n + 1, np.int32)
-    work = np.empty((3, n + 1), x.dtype)
-    spot = np.empty(1, x.dtype)
+    z, index = np.empty((3, n + 1)), np.empty(n + 1, np.int32)
+    work, spot = np.empty((3, n + 1), x.dtype), np.empty(1, x.dtype)
     for row in range(low, high):
         a = alpha[row if alpha.shape[0] > 1 else 0]
-        peak = peak_of(x[row], bits[row], spot)
-        if peak == -INF or not peak < INF or not 1.0 <= a < INF:
-            fill(p[row], x[row], 0.0 if peak == -INF else np.nan)
-            continue
-        if a == 1.0:
-            softmax_row(x[row], peak, p[row])
-            continue
-        radius = 1.0 / (a - 1.0)
-        if a < 2.0 and a != 1.5:
-            count = gather(x[row], peak, radius, p[row], work[0], index)
-            count = entmax_row(work[0], index, count, a - 1.0, work[1], work[2])
-            for i in range(count):
-                p[row, index[i]] = work[0, i]
-            continue
-        count = gather(x[row], peak, radius, p[row], z, index)
-        if a == 2.0:
-            count = sparsemax_row(z, index, count)
-        elif a == 1.5:
-            count = entmax15_row(z, index, count)
-        else:
-            count = steep_row(z, index, count, a - 1.0, u, q)
-        for i in range(count):
-            p[row, index[i]] = z[i]
+        solve_row(x[row], bits[row], a, p[row], z, index, work, spot)
 
 
 @kernel

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from structmax.checks import can_look
+from structmax.checks import can_look, number
 from structmax.maps.recipe import Map
 
 
@@ -139,7 +139,7 @@ def entmax(
 def check_alpha(owner: str, alpha: float | Tensor) -> None:
     """1 ≤ α < ∞. On a GPU, looking at a tensor would wait for it; there a bad α gives NaN."""
     if not isinstance(alpha, Tensor):
-        if not 1 <= alpha < math.inf:
+        if not 1 <= number(owner, "alpha", alpha) < math.inf:
             raise ValueError(f"{owner}: alpha must be a finite number of at least 1, got {alpha}.")
     elif alpha.device.type == "cpu" and can_look():
         bad = ~((alpha >= 1) & (alpha < math.inf))

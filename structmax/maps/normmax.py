@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from structmax.checks import number
 from structmax.maps import entmax as _entmax
 from structmax.maps.recipe import Map
 
@@ -55,6 +56,7 @@ def normmax(x: Tensor, alpha: float, dim: int = -1, mask: Tensor | None = None) 
     >>> normmax(torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0]), alpha=2)
     tensor([0.0000, 0.0239, 0.1746, 0.3254, 0.4761])
     """
+    alpha = number("normmax", "alpha", alpha)
     if not 1 < alpha < math.inf:
         raise ValueError(f"normmax: alpha must be a number above 1, got {alpha}.")
-    return _map(x, options=(float(alpha),), dim=dim, mask=mask)
+    return _map(x, options=(alpha,), dim=dim, mask=mask)

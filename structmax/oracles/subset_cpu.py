@@ -23,20 +23,20 @@ INF = math.inf
 
 
 @kernel(inner=True)
-def _shift(take: Any, n: int, most: int) -> float:
-    """The ``most``-th largest finite score, or the least; NaN if a score is NaN or +inf."""
+def _shift(take: Any, n: int, least: int, most: int) -> float:
+    """The least score that the best subset takes: what is above 0, but at least ``least`` and at
+    most ``most`` of the finite ones; 0 if it takes none. NaN if a score is NaN or +inf."""
     finite = np.empty(n)
-    count = 0
+    count, above = 0, 0
     for i in range(n):
         if not take[i] < INF:
             return math.nan
         if take[i] > -INF:
             finite[count] = take[i]
             count += 1
-    if count == 0 or most == 0:
-        return 0.0
-    finite = np.sort(finite[:count])
-    return finite[max(count - most, 0)]
+            above += 1 if take[i] > 0.0 else 0
+    taken = min(max(above, least), most, count)
+    return np.sort(finite[:count])[count - taken] if taken > 0 else 0.0
 
 
 @kernel(inner=True)
@@ -60,7 +60,7 @@ def _row(take: float, skip: float, old: Any, new: Any, low: int, high: int, Q: A
 @kernel(inner=True)
 def _forward(take: Any, skip: Any, n: int, least: int, most: int, V: Any, Q: Any, P: Any) -> float:
     """A of one item; Q (n or 1, most+1), and P (most+1) = P(count) at the end."""
-    shift = _shift(take, n, most)
+    shift = _shift(take, n, least, most)
     if shift != shift:
         return math.nan
     V[:] = -INF

@@ -30,6 +30,7 @@ from structmax.primitive import backend_for, is_plain, is_transforming
 from structmax.sparse import active_set, completion, conditional_gradient
 from structmax.sparse.result import Solution, SparseMAPResult
 from structmax.sparse.support import Oracle
+from structmax.structures.base import Structure
 from structmax.structures.parts import PartStructure
 
 METHODS = ("active-set", "away", "pairwise", "frank-wolfe")
@@ -217,6 +218,9 @@ def project(structure: PartStructure, point: Tensor) -> Tensor:
     tensor([[0.7500, 0.2500],
             [0.2500, 0.7500]])
     """
+    if not isinstance(structure, Structure):
+        kind = type(structure).__name__
+        raise ValueError(f"project: the first argument must be a structure, got {kind}.")
     return projection(structure, point).marginals
 
 

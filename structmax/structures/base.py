@@ -319,11 +319,29 @@ class Structure(Distribution):
         return self.cross_entropy(self)
 
     def expected_cost(self, part_costs: Tensor) -> Tensor:
-        """E ⟨costs, z⟩ for costs ``(*batch, *parts)``, ``(*batch)``. Differentiable."""
+        """E ⟨costs, z⟩ for costs that broadcast to ``(*batch, *parts)``, ``(*batch)``.
+        Differentiable; further dimensions of the costs come first.
+
+        >>> import structmax as sx
+        >>> sx.Choice(torch.tensor([0.0, 1.0, 2.0])).expected_cost(torch.eye(3))  # three costs
+        tensor([0.0900, 0.2447, 0.6652])
+        """
         mu = self.marginals()
+        if not isinstance(part_costs, Tensor):
+            raise ValueError(
+                f"{self._name}.expected_cost: part_costs must be a tensor, got {part_costs!r}."
+            )
+        try:
+            torch.broadcast_shapes(mu.shape, part_costs.shape)
+        except RuntimeError:
+            raise ValueError(
+                f"{self._name}.expected_cost: part_costs must broadcast to {tuple(mu.shape)}, got "
+                f"{tuple(part_costs.shape)}."
+            ) from None
         # a part that no structure has costs nothing, even in the padding or at an infinite cost
         costs = torch.where(mu != 0, part_costs, torch.zeros_like(part_costs))
-        return (mu * costs).flatten(mu.dim() - len(self.event_shape)).sum(-1)
+        product = mu * costs
+        return product.flatten(product.dim() - len(self.event_shape)).sum(-1)
 
     @property
     def mode(self) -> Tensor:

@@ -104,7 +104,7 @@ class Choice(DynamicStructure):
         return z.argmax(-1).tolist()
 
     def encode(self, obj: Any) -> Tensor:
-        index = torch.as_tensor(obj, device=self.scores.device)
+        index = checks.as_tensor("Choice", "an index", obj, self.scores.device)
         n = self.event_shape[0]
         if checks.can_look() and index.numel() and not bool(((index >= 0) & (index < n)).all()):
             raise ValueError(f"Choice: an index must be between 0 and {n - 1}, got {obj}.")

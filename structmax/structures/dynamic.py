@@ -100,7 +100,7 @@ class DynamicStructure(PartStructure):
     def sample(
         self, sample_shape: Sequence[int] = (), generator: torch.Generator | None = None
     ) -> Tensor:
-        shape = torch.Size(sample_shape)
+        shape = checks.sample_shape(self._name, sample_shape)
         theta = self._pack(self._parts()).detach()
         if self._validate_args:
             with torch.no_grad():

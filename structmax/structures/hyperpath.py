@@ -115,8 +115,28 @@ class Hyperpath(DynamicStructure):
     def _score(self, z: Tensor) -> Tensor:
         return dot(self._parts()[0], z.to(self._parts()[0].dtype), 1)
 
+    def _checked(self, z: Tensor) -> Tensor:
+        _, found, complete = self._search(z)
+        self._refuse(~found & complete, z)  # among very many derivations one cannot tell
+        return z
+
     def _edge_use(self, z: Tensor) -> Tensor:
-        """The edges of a derivation with these counts, searched among those within its parts."""
+        use, found, _ = self._search(z)
+        self._refuse(~found, z)
+        return use
+
+    def _refuse(self, wrong: Tensor, z: Tensor) -> None:
+        """An error where counts are those of no derivation."""
+        if bool(wrong.any()):
+            flat = int(wrong.nonzero()[0])
+            item = tuple(int(i) for i in np.unravel_index(flat, z.shape[:-1] or (1,)))
+            where = list(item) if z.dim() > 1 else ""
+            got = z.reshape(-1, z.shape[-1])[flat].tolist()
+            raise ValueError(f"Hyperpath: z{where} is not a derivation: its counts are {got}.")
+
+    def _search(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The edges of a derivation with these counts, searched among those within its parts; of
+        which items one was found, and of which every derivation was looked at."""
         batch = z.shape[:-1]
         counts = z.reshape(batch.numel(), z.shape[-1]).double()
         within = torch.where(counts > 0, 1.0, -math.inf)
@@ -126,13 +146,14 @@ class Hyperpath(DynamicStructure):
         goal = self._goal().expand(batch).reshape(-1)
         edges = forest_of_edges(self.forest)
         for k in (1, 8, 64, 512):
-            _, use = ops.kbest(theta, goal, edges.key, k, self.forest.num_edges)
-            found = (counts_of_edges(self.forest, use) == counts[:, None]).all(-1)  # (items, k)
-            if bool(found.any(-1).all()):
-                chosen = found.to(torch.uint8).argmax(-1)
-                return use[torch.arange(len(use), device=use.device), chosen]
-        item = int((~found.any(-1)).nonzero()[0])
-        raise ValueError(f"Hyperpath: z is not a derivation (flattened item {item}).")
+            best, use = ops.kbest(theta, goal, edges.key, k, self.forest.num_edges)
+            exists = best > -math.inf  # (items, k)
+            same = exists & (counts_of_edges(self.forest, use) == counts[:, None]).all(-1)
+            found, complete = same.any(-1), ~exists.all(-1)
+            if bool((found | complete).all()):
+                break
+        chosen = same.to(torch.uint8).argmax(-1)
+        return use[torch.arange(len(use), device=use.device), chosen], found, complete
 
     def enumerate_support(self, expand: bool = True) -> Tensor:
         """The part counts of every derivation, by recursion over the forest."""
@@ -166,4 +187,4 @@ class Hyperpath(DynamicStructure):
         return z.long().tolist()
 
     def encode(self, obj: Any) -> Tensor:
-        return torch.as_tensor(obj, device=self.scores.device).to(self.scores.dtype)
+        return checks.as_tensor("Hyperpath", "z", obj, self.scores.device).to(self.scores.dtype)

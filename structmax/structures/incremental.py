@@ -321,7 +321,7 @@ class Incremental(Structure):
         soft: bool = False,
     ) -> Rollout:
         """Every item, ``sample_shape`` times; with ``soft``, rows carry a gradient."""
-        times = torch.Size(sample_shape).numel()
+        times = checks.sample_shape(self._name, sample_shape).numel()
 
         def items(s: Incremental) -> Tensor:
             return torch.arange(len(s.inputs), device=s.inputs.device).repeat(times)

@@ -233,7 +233,7 @@ class KSubset(OneSided, DynamicStructure):
     ) -> Tensor:
         if not self._is_dense:
             return super().sample(sample_shape, generator)
-        shape, n = torch.Size(sample_shape), self.event_shape[0]
+        shape, n = checks.sample_shape(self._name, sample_shape), self.event_shape[0]
         if self._validate_args:
             with torch.no_grad():
                 checks.feasible("KSubset", "sample", self.log_partition())

@@ -296,7 +296,8 @@ class LinearChain(LateLook, DynamicStructure):
         return self._inside()[..., None]
 
     def _incompatible(self, include: Tensor) -> Tensor:
-        return include.sum(-1, keepdim=True) - include.long() > 0
+        never = (include & ~self._inside()[..., None]).flatten(-2).any(-1)  # in the padding
+        return (include.sum(-1, keepdim=True) - include.long() > 0) | never[..., None, None]
 
     # -- dense kernels ----------------------------------------------------------------------------
 
@@ -408,7 +409,7 @@ class LinearChain(LateLook, DynamicStructure):
     def score(self, z: Tensor) -> Tensor:
         """The score of tags (integers) or of their indicator; see :class:`Structure`."""
         if not isinstance(z, Tensor):
-            z = torch.as_tensor(z, device=self.unary.device)
+            z = checks.as_tensor(self._name, "z", z, self.unary.device)
         if z.is_floating_point() or z.dtype == torch.bool:
             return super().score(z)
         return self._score_tags(self._checked_tags(z))
@@ -416,7 +417,7 @@ class LinearChain(LateLook, DynamicStructure):
     def log_prob(self, z: Tensor) -> Tensor:
         """The log-probability of tags (integers) or of their indicator; see :class:`Structure`."""
         if not isinstance(z, Tensor):
-            z = torch.as_tensor(z, device=self.unary.device)
+            z = checks.as_tensor(self._name, "z", z, self.unary.device)
         if not self._is_gibbs or z.is_floating_point() or z.dtype == torch.bool:
             return super().log_prob(z)
         tags = self._checked_tags(z)
@@ -543,7 +544,7 @@ class LinearChain(LateLook, DynamicStructure):
         if not isinstance(obj, Tensor):
             if 0 in self.batch_shape:
                 return self.unary.new_zeros(*self.batch_shape, n, c)
-            obj = torch.as_tensor(_pad(obj, n), device=self.unary.device)
+            obj = checks.as_tensor(self._name, "tags", _pad(obj, n), self.unary.device)
         tags = self._checked_tags(obj)
         z = tags[..., None] == torch.arange(c, device=tags.device)
         return (z & self._inside()[..., None]).to(self.dtype)

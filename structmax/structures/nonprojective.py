@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from structmax import checks
 from structmax.oracles import arborescence, matrix_tree
 from structmax.smoothing import SHANNON, Shannon
 from structmax.structures.base import Structure
@@ -105,7 +106,8 @@ class ArcStructure(SquareStructure):
         self, sample_shape: Sequence[int] = (), generator: torch.Generator | None = None
     ) -> Tensor:
         """Exact draws: heads word by word, each from its distribution given those before it."""
-        shape, s, gamma = torch.Size(sample_shape), self.event_shape[0], self.smoothing.gamma
+        shape = checks.sample_shape(self._name, sample_shape)
+        s, gamma = self.event_shape[0], self.smoothing.gamma
         with torch.no_grad():
             value, arcs = self.log_partition(), self._arcs()
         uniform = torch.rand(

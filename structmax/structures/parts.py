@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -171,8 +172,9 @@ class PartStructure(Structure):
     # -- discrete queries -------------------------------------------------------------------------
 
     def topk(self, k: int) -> TopK:
-        if not isinstance(k, int) or k < 1:
+        if not isinstance(k, Integral) or k < 1:
             raise ValueError(f"{self._name}.topk: k must be at least 1, an integer, got {k!r}.")
+        k = int(k)
         self._check_room(k * self.event_shape.numel())
         scores, z = self._kbest(k)
         z = z.to(self.dtype)

@@ -124,6 +124,21 @@ def normalise(x, w, out, clean, whole, floor, bound):
 
 
 @kernel(inner=True)
+def add_end(row, end):
+    """row += end, less the largest entry of both, so that large offsets cost no digits. Returns
+    what was taken out."""
+    a, b = row[0], end[0]
+    for j in range(1, row.shape[0]):
+        a = row[j] if row[j] > a else a
+        b = end[j] if end[j] > b else b
+    if not (-INF < a < INF and -INF < b < INF):
+        a, b = row.dtype.type(0), row.dtype.type(0)
+    for j in range(row.shape[0]):
+        row[j] = (row[j] - a) + (end[j] - b)
+    return np.float64(a) + np.float64(b)
+
+
+@kernel(inner=True)
 def forward(u, T, length, start, end, W, P, E, flat, peaks, marks, row, total, fresh, keep):
     """P = P(yₜ | the scores up to t) and W = exp(scores − m) at every position of one item.
 
@@ -143,11 +158,9 @@ def forward(u, T, length, start, end, W, P, E, flat, peaks, marks, row, total, f
         for j in range(c):
             row[j] = u[t, j]
         if t == 0:
-            for j in range(c):
-                row[j] += start[j]
+            offset += add_end(row, start)
         if t == length - 1:
-            for j in range(c):
-                row[j] += end[j]
+            offset += add_end(row, end)
         top, least = exponentials(row, W[t])
         offset += top
         marks[t, 1] = 1.0 if least > lost_weight else 0.0

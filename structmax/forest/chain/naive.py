@@ -34,18 +34,25 @@ def value(
     return omega.max(alpha).to(unary.dtype)
 
 
-def fold(unary: Tensor, start: Tensor, end: Tensor, lengths: Tensor) -> Tensor:
-    """``unary`` with start and end ``(B, c)`` added at the first and the last position.
+def fold(
+    unary: Tensor, start: Tensor, end: Tensor, lengths: Tensor
+) -> tuple[Tensor, Tensor | float]:
+    """``unary`` with start and end ``(B, c)`` added at the first and the last position, less their
+    peaks where that saves digits; and what A loses by it, ``(B)`` or 0.
 
     Either may be absent, ``(B, 0)``.
     """
     if not start.shape[-1] and not end.shape[-1]:
-        return unary
+        return unary, 0.0
     last = (lengths.long() - 1)[:, None, None].expand(-1, 1, unary.shape[-1])
     pairs = [(start, torch.zeros_like(last)), (end, last)]
     given = [(scores, place) for scores, place in pairs if scores.shape[-1]]
     added, places = (torch.stack(column, 1) for column in zip(*given, strict=True))
-    return unary.scatter_add(1, places.squeeze(2), added)
+    lost: Tensor | float = 0.0
+    if unary.dtype != torch.float64:  # sums of two large offsets would be rounded
+        peak = added.amax(-1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
+        added, lost = added - peak, peak.double().sum((1, 2))
+    return unary.scatter_add(1, places.squeeze(2), added), lost
 
 
 def score(unary: Tensor, transition: Tensor, lengths: Tensor, tags: Tensor) -> Tensor:

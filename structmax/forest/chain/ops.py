@@ -60,19 +60,21 @@ def _scaled(tensors: Tensors, gamma: float) -> list[Tensor]:
 
 def _naive(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
     # in float64 throughout: a loss is a small difference of what may be large
-    unary, transition = _folded([t.double() for t in scores], constants[0])
+    (unary, transition), _ = _folded([t.double() for t in scores], constants[0])
     value = naive.value(unary, transition, constants[0], from_code(omega))
     if len(constants) > 1:
         value = value - naive.score(unary, transition, *constants)
     return value.to(scores[0].dtype)
 
 
-def _folded(scores: Tensors, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def _folded(scores: Tensors, lengths: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor | float]:
+    """Unary scores with the ends, transitions; and what A loses by it."""
     unary, transition, *ends = scores
-    if ends:
-        start, end = ends
-        unary = naive.fold(unary, start, end, lengths)
-    return unary, transition
+    if not ends:
+        return (unary, transition), 0.0
+    start, end = ends
+    unary, lost = naive.fold(unary, start, end, lengths)
+    return (unary, transition), lost
 
 
 def _spread(folded: Tensors, ends: Tensors, lengths: Tensor) -> list[Tensor]:
@@ -99,10 +101,9 @@ def _value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tenso
     if _backend(scores[0]) == "cpu":
         value = _engine(scores[0]).value(*_four(theta), *constants)
     else:
-        folded = _folded(theta, constants[0])
+        folded, lost = _folded(theta, constants[0])
         value = _engine(scores[0]).value(*folded, constants[0], len(constants) > 1)
-        if len(constants) > 1:
-            value = (value - naive.score(*folded, *constants)).to(folded[0].dtype)
+        value = _finished(value, folded, lost, constants)
     return value if gamma == 1.0 else (gamma * value).to(scores[0].dtype)
 
 
@@ -112,15 +113,24 @@ def _gradient(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> li
         value, *mu = _engine(scores[0]).gradient(*_four(theta), *constants)
         mu = mu[: len(scores)]
     else:
-        folded = _folded(theta, constants[0])
+        folded, lost = _folded(theta, constants[0])
         value, *mu = _engine(scores[0]).gradient(*folded, constants[0], len(constants) > 1)
+        value = _finished(value, folded, lost, constants)
         if len(constants) > 1:
-            value = (value - naive.score(*folded, *constants)).to(folded[0].dtype)
             mu = [m - z for m, z in zip(mu, _indicator(*folded, *constants), strict=True)]
         mu = _spread(mu, theta[2:], constants[0])
     if gamma == 1.0:
         return [value, *mu]
     return [t.to(scores[0].dtype) for t in (gamma * value, *mu)]
+
+
+def _finished(
+    value: Tensor, folded: tuple[Tensor, Tensor], lost: Tensor | float, constants: Tensors
+) -> Tensor:
+    """A with what it lost, or A less the score of tags, which lost as much."""
+    if len(constants) > 1:
+        return (value - naive.score(*folded, *constants)).to(folded[0].dtype)
+    return (value + lost).to(value.dtype) if isinstance(lost, Tensor) else value
 
 
 def _indicator(unary: Tensor, transition: Tensor, lengths: Tensor, tags: Tensor) -> list[Tensor]:
@@ -135,8 +145,9 @@ def _hvp(
     scores: Tensors, directions: Tensors, constants: Tensors, key: str, omega: Omega
 ) -> list[Tensor]:
     gamma, lengths = omega[1], constants[0]
-    theta = _folded(_scaled(scores, gamma), lengths)
-    v = _folded([t.to(theta[0].dtype) for t in directions], lengths)
+    theta, _ = _folded(_scaled(scores, gamma), lengths)
+    # a direction loses nothing by its peaks either: along a whole position A is linear
+    v, _ = _folded([t.to(theta[0].dtype) for t in directions], lengths)
     w = _spread(_engine(scores[0]).hvp(*theta, *v, lengths), scores[2:], lengths)
     return w if gamma == 1.0 else [(t / gamma).to(scores[0].dtype) for t in w]
 
@@ -153,9 +164,12 @@ def _run_argmax(
     batch, n = unary.shape[:-2], unary.shape[-2]
     given = ((unary, 2), (transition, 3), (start, 1), (end, 1), (lengths, 0))
     *theta, sizes = [flatten_batch(t, d) for t, d in given]
+    lost: Tensor | float = 0.0
     if _backend(unary) != "cpu":
-        theta = list(_folded(theta, sizes))
+        folded, lost = _folded(theta, sizes)
+        theta = list(folded)
     best, tags = _engine(unary).argmax(*theta, sizes)
+    best = (best + lost).to(best.dtype)
     return [best.reshape(batch), tags.reshape(*batch, n)]
 
 
