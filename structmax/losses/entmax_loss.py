@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from structmax.checks import can_look
 from structmax.maps.entmax import _map as entmax
 from structmax.maps.entmax import check_alpha
 from structmax.maps.recipe import check_scores, keep, spread
 from structmax.maps.smoothed_max import Value, tsallis
+from structmax.primitive import apply, backend_for, flatten_batch, is_plain, is_transforming
 
 
 def entmax_loss(
@@ -57,6 +61,9 @@ def entmax_loss(
     soft = target.is_floating_point()
     _check(scores, target, soft, ignore_index, reduction)
     check_alpha("entmax_loss", alpha)
+    if not isinstance(alpha, Tensor) and not soft and _has_kernel(scores, target, alpha):
+        kept = scores if mask is None else keep("entmax_loss", scores, mask)
+        return apply(Fused, kept, target, float(alpha), ignore_index, reduction)[0]
     work = scores if scores.dtype.itemsize >= 4 else scores.float()
     if mask is not None:
         work = keep("entmax_loss", work, mask)
@@ -88,6 +95,75 @@ def entmax_loss(
     return loss.sum() if reduction == "sum" else loss.sum() / (~ignored).sum()
 
 
+def _has_kernel(scores: Tensor, target: Tensor, alpha: float) -> bool:
+    """Whether one kernel can answer: there is one, and nothing but autograd looks on."""
+    if not is_plain((scores, target)) or not scores.numel() or scores.device != target.device:
+        return False
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    backend = backend_for(scores)
+    return backend == "cpu" or (backend == "gpu" and alpha <= 2)
+
+
+class Fused(torch.autograd.Function):
+    """(θ, classes) ↦ (L, d) with d = p − y, in one kernel; backward is one product, g·d.
+
+    The kernel ``entmax_loss(θ (R, n), target (R), α, ignore_index) -> d, rows, place`` gives
+
+    - ``rows (3, R)``: the losses; 1 where a row counts, 0 where it is ignored; p at the target,
+    - ``place (R)``: the target;
+
+    d, p and the place are 0 where the row is ignored or its target is forbidden. Differentiating
+    again goes through d, as an entmax of θ.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, scores: Tensor, target: Tensor, alpha: float, ignore_index: int, reduction: str
+    ) -> tuple[Tensor, Tensor]:
+        x, classes = flatten_batch(scores, 1), target.reshape(-1).long()
+        d, rows, place = _kernels(scores).entmax_loss(x, classes, alpha, ignore_index)
+        d, count = d.view(scores.shape), None
+        if reduction == "none":
+            loss = rows[0].view(target.shape).clone()  # a view could not be changed in place
+        elif reduction == "sum":
+            loss = rows[0].sum()
+        else:
+            total, count = rows[:2].sum(-1).unbind()
+            loss = total / count
+        ctx.alpha, ctx.dtype = alpha, scores.dtype
+        ctx.save_for_backward(d, rows, place, count)
+        ctx.set_materialize_grads(False)
+        return loss, d
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None, g_d: Tensor | None) -> tuple[Tensor | None, ...]:
+        d, rows, place, count = ctx.saved_tensors
+        out = None if g is None else _scale(g, count, d, ctx.dtype)
+        if g_d is not None:
+            shape = (*d.shape[:-1], 1)
+            at_target = torch.arange(d.shape[-1], device=d.device) == place.view(shape)
+            exact = rows[2].view(shape) + (d - d.detach())  # d + 1 would have lost digits
+            p = torch.where(at_target, exact, d)
+            more = entmax.rows_backward(p, g_d.to(p.dtype), [], [ctx.alpha])[0].to(ctx.dtype)
+            out = more if out is None else out + more
+        return out, None, None, None, None
+
+
+def _kernels(tensor: Tensor) -> Any:
+    return importlib.import_module(f"structmax.maps.loss_{backend_for(tensor)}")
+
+
+def _scale(g: Tensor, count: Tensor | None, d: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient in the scores, g·d, of a mean over ``count`` rows g·d/count."""
+    pair = (g, d)
+    batched = torch._C._functorch.is_legacy_batchedtensor(g)
+    if backend_for(d) == "gpu" and is_plain(pair) and not is_transforming(pair) and not batched:
+        return _kernels(d).scale(g, count, d, dtype)
+    each = g if count is None else g / count.clamp(min=1)  # of no rows d is 0
+    return (each.unsqueeze(-1) * d).to(dtype)
+
+
 def _check(scores: Tensor, target: Tensor, soft: bool, ignore_index: int, reduction: str) -> None:
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(
@@ -106,6 +182,11 @@ def _check(scores: Tensor, target: Tensor, soft: bool, ignore_index: int, reduct
             f"shape {tuple(scores.shape)}, got {tuple(target.shape)}."
         )
     if not soft and target.device.type == "cpu" and can_look():
+        if not target.numel():
+            return
+        least, most = target.aminmax()
+        if least >= 0 and most < n:
+            return
         bad = ((target < 0) | (target >= n)) & (target != ignore_index)
         if bool(bad.any()):
             where = tuple(bad.nonzero()[0].tolist())

@@ -30,10 +30,14 @@ NEAR_ONE = 1.1  # below, 1 + rate(z − λ) would lose digits of z − λ to its
 
 @triton.jit
 def load(X, row, start, n, R, BR: tl.constexpr, BN: tl.constexpr):
-    """Entries ``(BR, BN)`` of some rows from ``start`` on, −inf outside."""
+    """Entries ``(BR, BN)`` of some rows from ``start`` on, −inf outside; float32 at least."""
     column = start + tl.arange(0, BN)
     inside = (row < R)[:, None] & (column < n)[None, :]
-    return tl.load(X + row.to(tl.int64)[:, None] * n + column[None, :], mask=inside, other=-INF)
+    x = tl.load(X + row.to(tl.int64)[:, None] * n + column[None, :], mask=inside, other=-INF)
+    if x.dtype == tl.float64:
+        return x
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit
@@ -131,31 +135,14 @@ def newton(mass, slope, rate, KIND: tl.constexpr):
     return move / tl.where(slope > 0.0, slope, 1.0)
 
 
-@quick
 @triton.jit
-def entmax_kernel(
-    X, P, A, R, n,
-    ALPHA: tl.constexpr, NORM: tl.constexpr, KIND: tl.constexpr, ON_CHIP: tl.constexpr,
-    BR: tl.constexpr, BN: tl.constexpr,
+def find_level(
+    kept, X, row, n, R, center, scale, peak, rate,
+    KIND: tl.constexpr, ON_CHIP: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Entmax for 1 ≤ α ≤ 2; α is ALPHA, or if that is 0 one for each row in A.
-
-    With NORM, scores are divided by rate and p^{1/NORM} is made to sum to one: normmax.
-    """
-    row = tl.program_id(0) * BR + tl.arange(0, BR)
-    x = load(X, row, 0, n, R, BR, BN)
-    dtype = x.dtype
+    """λ to a few digits by Newton's method, Σ p there, and the step of λ that is left."""
+    dtype = kept.dtype
     stop = BN if ON_CHIP else n
-    if ALPHA == 0.0:
-        alpha = tl.load(A + row, mask=row < R, other=1.5)[:, None]
-        rate = tl.where((alpha >= 1.0) & (alpha <= 2.0), alpha - 1.0, 0.5)
-    else:
-        rate = tl.full((BR, 1), ALPHA - 1.0, dtype)
-    peak = peak_of(x, X, row, n, R, ON_CHIP, BR, BN)
-    center = tl.where((peak < INF) & (peak > -INF), peak, 0.0)
-    scale = 1.0 / rate if NORM > 0.0 else tl.full((BR, 1), 1.0, dtype)
-    kept = (x - center) * scale
-
     # rounding leaves more than these of Σ p = 1; a step past them leaves their squares
     tolerance = 1e-6 if KIND == SPARSEMAX else 1e-2
     if dtype == tl.float64:
@@ -183,6 +170,36 @@ def entmax_kernel(
         mass += tl.sum(p, 1)[:, None]
         slope += tl.sum(s, 1)[:, None]
     step = (mass - 1.0) / tl.where(slope > 0.0, slope, 1.0)
+    return level, mass, step
+
+
+@quick
+@triton.jit
+def entmax_kernel(
+    X, P, A, R, n,
+    ALPHA: tl.constexpr, NORM: tl.constexpr, KIND: tl.constexpr, ON_CHIP: tl.constexpr,
+    BR: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Entmax for 1 ≤ α ≤ 2; α is ALPHA, or if that is 0 one for each row in A.
+
+    With NORM, scores are divided by rate and p^{1/NORM} is made to sum to one: normmax.
+    """
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    x = load(X, row, 0, n, R, BR, BN)
+    dtype = x.dtype
+    stop = BN if ON_CHIP else n
+    if ALPHA == 0.0:
+        alpha = tl.load(A + row, mask=row < R, other=1.5)[:, None]
+        rate = tl.where((alpha >= 1.0) & (alpha <= 2.0), alpha - 1.0, 0.5)
+    else:
+        rate = tl.full((BR, 1), ALPHA - 1.0, dtype)
+    peak = peak_of(x, X, row, n, R, ON_CHIP, BR, BN)
+    center = tl.where((peak < INF) & (peak > -INF), peak, 0.0)
+    scale = 1.0 / rate if NORM > 0.0 else tl.full((BR, 1), 1.0, dtype)
+    kept = (x - center) * scale
+    level, mass, step = find_level(
+        kept, X, row, n, R, center, scale, peak, rate, KIND, ON_CHIP, BR, BN
+    )
     total = tl.where(mass > 0.0, mass, 1.0)
     if NORM > 0.0:
         total = tl.zeros((BR, 1), dtype)

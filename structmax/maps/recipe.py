@@ -150,6 +150,18 @@ class Map:
         run = self._run if is_plain(tensors) else self.op
         return run(x, list(parameters), list(options))
 
+    def rows_backward(
+        self, p: Tensor, g: Tensor, parameters: list[Tensor], options: Options
+    ) -> list[Tensor]:
+        """``[g_x, *g_parameters]``, differentiable, of the rows p and the gradient g in them."""
+        tensors = (p, g, *parameters)
+        if torch.compiler.is_compiling():  # compiled backward passes are not differentiated
+            return self.backward_op(p, g, parameters, list(options))
+        if is_transforming(tensors) or torch._C._functorch.is_legacy_batchedtensor(g):
+            return self.naive_backward(p, g, parameters, list(options))
+        run = self._run_backward if is_plain(tensors) else self.backward_op
+        return run(p, g, parameters, list(options))
+
 
 class _Apply(torch.autograd.Function):
     """(x, *parameters) ↦ p."""
@@ -168,15 +180,8 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        m = Map.by_name[ctx.name]
         p, *parameters = ctx.saved_tensors
-        if torch.compiler.is_compiling():  # compiled backward passes are not differentiated
-            out = m.backward_op(p, g, parameters, list(ctx.options))
-        elif is_transforming((p, g, *parameters)) or torch._C._functorch.is_legacy_batchedtensor(g):
-            out = m.naive_backward(p, g, parameters, list(ctx.options))
-        else:
-            run = m._run_backward if is_plain((p, g, *parameters)) else m.backward_op
-            out = run(p, g, parameters, list(ctx.options))
+        out = Map.by_name[ctx.name].rows_backward(p, g, parameters, ctx.options)
         return (None, None, *out)
 
     @staticmethod

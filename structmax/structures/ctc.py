@@ -12,6 +12,7 @@ from torch import Tensor
 
 from structmax import checks
 from structmax.forest.ctc import ops as dense
+from structmax.forest.ctc.naive import interleave, symbols_of, wrong_targets
 from structmax.forest.topology import Forest, ForestBuilder, bucket, family, name_of
 from structmax.primitive import backend_for
 from structmax.smoothing import Shannon, Smoothing
@@ -157,20 +158,12 @@ class CTC(DynamicStructure):
     def _wrong_targets(self) -> Tensor:
         """Symbols of the targets that are none, ``(*B, S)``."""
         targets = self.targets.expand(*self.batch_shape, self.targets.shape[-1])
-        wrong = (targets < 0) | (targets >= self.event_shape[1]) | (targets == self.blank)
-        position = torch.arange(targets.shape[-1], device=targets.device)
-        return wrong & (position < self._sizes()[1][..., None])
+        return wrong_targets(targets, self._sizes()[1], self.blank, self.event_shape[1])
 
     def _symbols(self) -> Tensor:
         """The symbol of each state, ``(*B, 2S+1)``; blank beyond the target."""
-        count = self.targets.shape[-1]
-        targets = self.targets.long().expand(*self.batch_shape, count)
-        position = torch.arange(count, device=targets.device)
-        known = (targets >= 0) & (targets < self.event_shape[1])
-        known = known & (position < self._sizes()[1][..., None])
-        labels = torch.where(known, targets, self.blank)
-        blanks = labels.new_full((*self.batch_shape, count + 1), self.blank)
-        return _interleave(blanks, labels)
+        targets = self.targets.expand(*self.batch_shape, self.targets.shape[-1])
+        return symbols_of(targets, self._sizes()[1], self.blank, self.event_shape[1])
 
     def _repeats(self) -> Tensor:
         """Whether each symbol is the one before it, ``(*B, S)``."""
@@ -191,8 +184,8 @@ class CTC(DynamicStructure):
         spare = frames - 1 - torch.where(position == count[..., None] - 1, first, 0).sum(-1)
         last = first + spare[..., None]
         pad = torch.nn.functional.pad
-        low = _interleave(pad(first + 1, (1, 0)), first)
-        high = _interleave(pad(last - 1, (0, 1)), last)
+        low = interleave(pad(first + 1, (1, 0)), first)
+        high = interleave(pad(last - 1, (0, 1)), last)
         state, ends = torch.arange(2 * most + 1, device=device), 2 * count[..., None]
         high = torch.where(state == ends, frames[..., None] - 1, high)
         high = torch.where(state > ends, -1, high)
@@ -215,16 +208,20 @@ class CTC(DynamicStructure):
             return whole.scatter_reduce(-1, index, states, "amax")
         return whole.scatter_add(-1, index, states)
 
-    def _parts(self) -> tuple[Tensor, ...]:
+    def _scores(self) -> Tensor:
+        """``(*B, T, V)``, float32 or float64."""
         dtype = torch.promote_types(self.log_probs.dtype, torch.float32)
-        scores = self.log_probs.to(dtype).expand(*self.batch_shape, *self.event_shape)
+        return self.log_probs.to(dtype).expand(*self.batch_shape, *self.event_shape)
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        scores = self._scores()
         if not self._is_good:  # nobody looked: what is wrong gives NaN
             bad = self._wrong_targets().any(-1)
             frames, count = self._sizes()
             for given, size in ((self.input_lengths, frames), (self.target_lengths, count)):
                 if given is not None:
                     bad = bad | (given != size)
-            scores = scores + torch.where(bad, math.nan, 0.0).to(dtype)[..., None, None]
+            scores = scores + torch.where(bad, math.nan, 0.0).to(scores.dtype)[..., None, None]
         return (scores,)
 
     def _pack(self, parts: Any) -> Tensor:
@@ -259,21 +256,29 @@ class CTC(DynamicStructure):
 
     @property
     def _is_dense(self) -> bool:
-        return isinstance(self.smoothing, Shannon) and backend_for(self.log_probs) == "cpu"
+        return isinstance(self.smoothing, Shannon) and dense.fits(self.log_probs, self.targets)
 
-    def _constants(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self._symbols(), *self._sizes()
+    def _constants(self) -> list[Tensor]:
+        """Targets, frames and count as they are given: the kernels look for what is wrong."""
+        most = (self.event_shape[0], self.targets.shape[-1])
+        sizes = [
+            full(self.batch_shape, n, self.log_probs.device)
+            if given is None
+            else given.expand(self.batch_shape)
+            for given, n in zip((self.input_lengths, self.target_lengths), most, strict=True)
+        ]
+        return [self.targets.expand(*self.batch_shape, most[1]), *sizes]
+
+    def _dense_args(self) -> tuple[Any, ...]:
+        return (self._scores(),), self._constants(), str(self.blank), self.smoothing.code
 
     def _value(self) -> Tensor:
-        if not self._is_dense:
-            return super()._value()
-        return dense.ctc.value(self._parts(), self._constants(), "", self.smoothing.code)
+        return dense.ctc.value(*self._dense_args()) if self._is_dense else super()._value()
 
     def _value_and_gradient(self) -> tuple[Tensor, tuple[Tensor, ...]]:
         if not self._is_dense:
             return super()._value_and_gradient()
-        args = self._parts(), self._constants(), "", self.smoothing.code
-        value, *mu = dense.ctc.value_and_gradient(*args)
+        value, *mu = dense.ctc.value_and_gradient(*self._dense_args())
         return value, tuple(mu)
 
     def _usable_parts(self) -> Tensor:
@@ -287,7 +292,8 @@ class CTC(DynamicStructure):
         return self._rebuild(**{**tensors, "log_probs": scores})
 
     def _incompatible(self, include: Tensor) -> Tensor:
-        return include.sum(-1, keepdim=True) - include.long() > 0
+        never = (include & ~self._usable_parts()).flatten(-2).any(-1)
+        return (include.sum(-1, keepdim=True) - include.long() > 0) | never[..., None, None]
 
     def _aligned(self, q: Structure) -> tuple[DynamicStructure, DynamicStructure]:
         self._same_kind(q)
@@ -362,9 +368,3 @@ class CTC(DynamicStructure):
                 )
         z = obj[..., None] == torch.arange(symbols, device=obj.device)
         return (z & inside[..., None]).to(self.dtype)
-
-
-def _interleave(blanks: Tensor, labels: Tensor) -> Tensor:
-    """What belongs to S + 1 blanks and to S symbols, in the order of the states."""
-    pairs = torch.stack([blanks[..., :-1], labels], -1).flatten(-2)
-    return torch.cat([pairs, blanks[..., -1:]], -1)

@@ -358,7 +358,7 @@ class PCFG(OneSided, DynamicStructure):
     ) -> Tensor:
         if not (self._walks() and self._is_dense):
             return super().sample(sample_shape, generator)
-        shape = torch.Size(sample_shape)
+        shape = checks.sample_shape(self._name, sample_shape)
         if self._is_hard:
             return self.argmax().expand(*shape, *self.batch_shape, *self.event_shape).clone()
         if self._validate_args:

@@ -3,7 +3,7 @@
 The states of a frame do not depend on each other. What the way back needs is kept for every state
 of every frame: how likely it was entered by staying, from the state before and from the one before
 that. Rows of V start at index 2; the two entries before hold nothing. γ is taken out of scores and
-put back into A by the caller.
+put back into A by the caller. An item with an impossible length or symbol becomes NaN.
 """
 
 from __future__ import annotations
@@ -21,6 +21,21 @@ from structmax.jit import exp, kernel, log, run_chunks
 INF = math.inf
 State = np.uint64  # numba tests signed indices for being negative, which keeps loops from vectors
 ONE, TWO = State(1), State(2)
+
+
+@kernel(inner=True)
+def look(targets, frames, count, blank, theta, symbols):
+    """How many frames and states an item has, made possible, and whether they and its targets were;
+    ``symbols`` receives the symbol of each state."""
+    good = 1 <= frames <= theta.shape[0] and 0 <= count <= len(targets)
+    frames, count = min(max(frames, 1), theta.shape[0]), min(max(count, 0), len(targets))
+    symbols[: 2 * count + 1] = blank
+    for k in range(count):
+        if 0 <= targets[k] < theta.shape[1] and targets[k] != blank:
+            symbols[2 * k + 1] = targets[k]
+        else:
+            good = False
+    return frames, 2 * count + 1, good
 
 
 @kernel(inner=True)
@@ -187,45 +202,57 @@ def tangent(a, inverse, v, symbols, frames, states, reach, V, dV, W, Q, D, F, dF
 
 
 @kernel
-def values(low, high, inverse, theta, symbols, frames, count, a, V, W, over, first, reach, Q):
+def values(
+    low, high, inverse, theta, targets, frames, count, blank, a,
+    symbols, V, W, over, first, reach, Q,
+):  # fmt: skip
     """A/γ of the items low..high."""
     for b in range(low, high):
-        item, states = (symbols[b], frames[b]), 2 * count[b] + 1
-        a[b] = up(inverse, theta[b], *item, states, V, W, over, first, reach, Q, False)
+        n, states, good = look(targets[b], frames[b], count[b], blank, theta[b], symbols)
+        a[b] = up(inverse, theta[b], symbols, n, states, V, W, over, first, reach, Q, False)
+        if not good:
+            a[b] = math.nan
 
 
 @kernel
 def gradients(
-    low, high, inverse, theta, symbols, frames, count, a, mu,
-    V, W, over, first, reach, Q, F, G,
+    low, high, inverse, theta, targets, frames, count, blank, a, mu,
+    symbols, V, W, over, first, reach, Q, F, G,
 ):  # fmt: skip
     """A/γ and μ of the items low..high, which is 0 where nothing is written."""
     for b in range(low, high):
-        item, states = (symbols[b], frames[b]), 2 * count[b] + 1
-        a[b] = up(inverse, theta[b], *item, states, V, W, over, first, reach, Q, True)
-        down(a[b], *item, states, reach, V, Q, F, G, mu[b])
+        n, states, good = look(targets[b], frames[b], count[b], blank, theta[b], symbols)
+        a[b] = up(inverse, theta[b], symbols, n, states, V, W, over, first, reach, Q, True)
+        if not good:
+            a[b] = math.nan
+        down(a[b], symbols, n, states, reach, V, Q, F, G, mu[b])
 
 
 @kernel
 def products(
-    low, high, inverse, theta, symbols, frames, count, v, w,
-    V, W, over, first, reach, Q, F, G, dV, D, dF, dG,
+    low, high, inverse, theta, targets, frames, count, blank, v, w,
+    symbols, V, W, over, first, reach, Q, F, G, dV, D, dF, dG,
 ):  # fmt: skip
     """Hessian-vector products of the items low..high."""
     for b in range(low, high):
-        item, states = (symbols[b], frames[b]), 2 * count[b] + 1
-        a = up(inverse, theta[b], *item, states, V, W, over, first, reach, Q, True)
-        tangent(a, inverse, v[b], *item, states, reach, V, dV, W, Q, D, F, dF, G, dG, w[b])
+        n, states, good = look(targets[b], frames[b], count[b], blank, theta[b], symbols)
+        a = up(inverse, theta[b], symbols, n, states, V, W, over, first, reach, Q, True)
+        if not good:
+            a = math.nan
+        item = (symbols, n, states, reach)
+        tangent(a, inverse, v[b], *item, V, dV, W, Q, D, F, dF, G, dG, w[b])
 
 
 class Batch:
     """The arguments of a kernel that are the same for every chunk, and room for one item."""
 
-    def __init__(self, theta: Tensor, constants: Sequence[Tensor], gamma: float) -> None:
+    def __init__(
+        self, theta: Tensor, constants: Sequence[Tensor], blank: int, gamma: float
+    ) -> None:
         self.theta = theta.detach().contiguous().numpy()
         rest = [t.long().contiguous().numpy() for t in constants]
-        self.arguments = 1.0 / gamma, self.theta, *rest
-        self.states = rest[0].shape[1]
+        self.arguments = 1.0 / gamma, self.theta, *rest, blank
+        self.states = 2 * rest[0].shape[1] + 1
 
     def rows(self, *shape: int) -> NDArray:
         return np.empty((*shape, self.states + 2))
@@ -235,17 +262,18 @@ class Batch:
         return np.empty((3, self.theta.shape[1] if keep else 1, self.states), self.theta.dtype)
 
     def up_space(self, keep: bool) -> tuple[NDArray, ...]:
-        """V, W, over, first, reach and Q."""
-        ints = np.empty(self.states, np.int64), np.empty((self.theta.shape[1], 2), np.int64)
-        return self.rows(2), self.rows(), self.rows(), *ints, self.moves(keep)
+        """symbols, V, W, over, first, reach and Q."""
+        symbols, first = np.empty((2, self.states), np.int64)
+        reach = np.empty((self.theta.shape[1], 2), np.int64)
+        return symbols, self.rows(2), self.rows(), self.rows(), first, reach, self.moves(keep)
 
     def run(self, task: Callable[[int, int], None], work: int) -> None:
         run_chunks(task, len(self.theta), work * self.theta.shape[1] * self.states)
 
 
-def value(theta: Tensor, constants: Sequence[Tensor], gamma: float) -> Tensor:
-    """A ``(B)`` for scores ``(B, T, V)``; constants are symbols, frames and count of ``naive``."""
-    batch, a = Batch(theta, constants, gamma), np.empty(len(theta))
+def value(theta: Tensor, constants: Sequence[Tensor], blank: int, gamma: float) -> Tensor:
+    """A ``(B)`` for scores ``(B, T, V)``; constants are targets, frames and count of ``naive``."""
+    batch, a = Batch(theta, constants, blank, gamma), np.empty(len(theta))
 
     def task(low: int, high: int) -> None:
         values(low, high, *batch.arguments, a, *batch.up_space(keep=False))
@@ -254,9 +282,11 @@ def value(theta: Tensor, constants: Sequence[Tensor], gamma: float) -> Tensor:
     return torch.from_numpy(gamma * a).to(theta.dtype)
 
 
-def gradient(theta: Tensor, constants: Sequence[Tensor], gamma: float) -> list[Tensor]:
+def gradient(
+    theta: Tensor, constants: Sequence[Tensor], blank: int, gamma: float
+) -> list[Tensor]:
     """A ``(B)`` and its gradient ``(B, T, V)``."""
-    batch, a = Batch(theta, constants, gamma), np.empty(len(theta))
+    batch, a = Batch(theta, constants, blank, gamma), np.empty(len(theta))
     mu = np.zeros_like(batch.theta)
 
     def task(low: int, high: int) -> None:
@@ -267,9 +297,11 @@ def gradient(theta: Tensor, constants: Sequence[Tensor], gamma: float) -> list[T
     return [torch.from_numpy(gamma * a).to(theta.dtype), torch.from_numpy(mu)]
 
 
-def hvp(theta: Tensor, direction: Tensor, constants: Sequence[Tensor], gamma: float) -> Tensor:
+def hvp(
+    theta: Tensor, direction: Tensor, constants: Sequence[Tensor], blank: int, gamma: float
+) -> Tensor:
     """The Hessian of A times a direction ``(B, T, V)``."""
-    batch, v = Batch(theta, constants, gamma), direction.detach().contiguous().numpy()
+    batch, v = Batch(theta, constants, blank, gamma), direction.detach().contiguous().numpy()
     w = np.zeros_like(batch.theta)
 
     def task(low: int, high: int) -> None:

@@ -5,8 +5,7 @@
     A = γ log Σ exp of the last two states, after the last frame
 
 Letters: B batch, T frames, V symbols, S symbols of a target, 2S + 1 states. ``theta (B, T, V)``;
-``symbols (B, 2S+1)``, that of each state; ``frames, count (B)``: how many frames and symbols of a
-target an item has.
+``targets (B, S)``; ``frames, count (B)``: how many frames and symbols of a target an item has.
 """
 
 from __future__ import annotations
@@ -17,8 +16,42 @@ import torch
 from torch import Tensor
 
 
-def value(theta: Tensor, symbols: Tensor, frames: Tensor, count: Tensor, gamma: float) -> Tensor:
-    """A ``(B)``. What no path meets is replaced by −inf first, so nothing of it reaches A."""
+def symbols_of(targets: Tensor, count: Tensor, blank: int, most: int) -> Tensor:
+    """The symbol of each state, ``(*B, 2S+1)``; blank beyond the target and for what is no symbol,
+    from 0 to before ``most``."""
+    position = torch.arange(targets.shape[-1], device=targets.device)
+    known = (targets >= 0) & (targets < most) & (position < count[..., None])
+    labels = torch.where(known, targets.long(), blank)
+    blanks = labels.new_full((*labels.shape[:-1], labels.shape[-1] + 1), blank)
+    return interleave(blanks, labels)
+
+
+def interleave(blanks: Tensor, labels: Tensor) -> Tensor:
+    """What belongs to S + 1 blanks and to S symbols, in the order of the states."""
+    pairs = torch.stack([blanks[..., :-1], labels], -1).flatten(-2)
+    return torch.cat([pairs, blanks[..., -1:]], -1)
+
+
+def wrong_targets(targets: Tensor, count: Tensor, blank: int, most: int) -> Tensor:
+    """Symbols of the targets that are none, ``(*B, S)``."""
+    wrong = (targets < 0) | (targets >= most) | (targets == blank)
+    position = torch.arange(targets.shape[-1], device=targets.device)
+    return wrong & (position < count[..., None])
+
+
+def value(
+    theta: Tensor, targets: Tensor, frames: Tensor, count: Tensor, blank: int, gamma: float
+) -> Tensor:
+    """A ``(B)``, NaN for an item that has an impossible length or a symbol that is none.
+
+    What no path meets is replaced by −inf first, so nothing of it reaches A.
+    """
+    most = theta.shape[1], targets.shape[1]
+    bad = (frames < 1) | (frames > most[0]) | (count < 0) | (count > most[1])
+    frames, count = frames.long().clamp(1, most[0]), count.long().clamp(0, most[1])
+    bad = bad | wrong_targets(targets, count, blank, theta.shape[2]).any(-1)
+    theta = theta + torch.where(bad, math.nan, 0.0).to(theta.dtype)[:, None, None]
+    symbols = symbols_of(targets, count, blank, theta.shape[2])
     states = symbols.shape[-1]
     state = torch.arange(states, device=theta.device)
     index = symbols[:, None].expand(-1, theta.shape[1], -1)
