@@ -68,7 +68,7 @@ bench-gpu: $(VENV)/.extra-bench
 docs: $(VENV)/.extra-docs
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
 
-audit: $(VENV)/.extra-test $(VENV)/.extra-docs $(VENV)/.extra-browser
+audit: $(VENV)/.extra-test $(VENV)/.extra-docs $(VENV)/.extra-browser $(VENV)/.extra-bench
 	$(BIN)/python tests/list_dependencies.py > docs/dependencies.md
 	$(PIP) pip-audit
 	$(BIN)/pip-audit --progress-spinner off --skip-editable

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from structmax import __version__
 from structmax.train import run as runs
 from structmax.train import tasks
 from structmax.train.config import TrainConfig, from_dict, read_toml, types_of
@@ -35,6 +36,22 @@ train_app = typer.Typer(
     help="Train the model of a task. Under torchrun: on many workers.", no_args_is_help=True
 )
 app.add_typer(train_app, name="train")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"structmax {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Train models with latent structure, and look at what they learned."""
+
 
 Run = Annotated[Path, typer.Argument(help="The folder of a run.", metavar="RUN")]
 Name = Annotated[str | None, typer.Argument(help="Show this one in full.")]
@@ -213,6 +230,7 @@ def _lines(file: Path | None) -> list[str]:
     with as_user_error():
         try:
             text = given.read_text(encoding="utf-8") if given else sys.stdin.read()
+            text = text.removeprefix("\ufeff")  # a byte order mark
         except UnicodeDecodeError as error:
             raise ValueError(f"{given or 'stdin'} is not text: {error}.") from None
     return text.removesuffix("\n").split("\n") if text else []  # as other programs count lines

@@ -116,13 +116,16 @@ def main() -> None:
     for extra, names in listed.items():
         known = set(listed["base"]) if extra != "base" else set()
         more = [name for name in names if name not in known]
-        if not more:
+        missing = sorted(direct(extra) - set(names))
+        if not more and not missing:
             continue
         print(f"## {extra}\n")
         print("| package | version | licence |\n|---|---|---|")
         for name in more:
             shown = f"**{name}**" if name in direct(extra) else name
             print(f"| {shown} | {metadata.version(name)} | {licence(name)} |")
+        for name in missing:
+            print(f"| **{name}** | not installed where this was written | |")
         print()
     listed.pop("bench", None)  # peers to compare with, which nothing imports
     refused = sorted({n for names in listed.values() for n in names if not permitted(n)})

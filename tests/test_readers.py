@@ -404,3 +404,48 @@ def test_counts_of_the_corpora() -> None:
     sizes = {"GunPoint": (50, 150), "ArrowHead": (36, 175), "Trace": (100, 100)}
     for name, size in sizes.items():
         assert tuple(len(split.series) for split in ucr.read(corpus(f"ucr/{name}"))) == size
+
+
+# -- white space, marks, and numbers that are none ------------------------------------------------
+
+
+def test_a_byte_order_mark_is_no_text(file) -> None:
+    assert list(read_lines(file("a.txt", "\ufeffone"))) == [(1, "one")]
+    (only,) = columns.read(file("b.txt", "\ufeff-DOCSTART- -X- O", "", "EU NNP B-ORG"))
+    assert only.words == ["EU"]
+
+
+def test_other_spaces_are_part_of_a_word(file) -> None:
+    path = file("a.txt", "10\u00a0000 O", "\u3000 B-X")
+    assert columns.read(path)[0].words == ["10\u00a0000", "\u3000"]
+    (pair,) = parallel.read(path := file("b.txt", "x\u00a0z y"), path)
+    assert pair.source == ["x\u00a0z", "y"]
+
+
+def test_conllu_is_split_at_tabs_alone(file) -> None:
+    fields = ["1", "a  b", "a  b", "NOUN", "_", "_", "0", "root", "_", "_"]
+    (sentence,) = conllu.read(file("a.conllu", "\t".join(fields)))
+    assert sentence.words == ["a  b"] and sentence.upos == ["NOUN"] and sentence.heads == [0]
+    fields[3] = ""
+    with pytest.raises(ValueError, match=r"b\.conllu:1: column 4 is empty"):
+        conllu.read(file("b.conllu", "\t".join(fields)))
+
+
+def test_underlines_are_no_digits(file) -> None:
+    with pytest.raises(ValueError, match=r"a\.txt:1: expected numbers"):
+        glove.read(file("a.txt", "word 1_0 2"))
+
+
+def test_labels_that_disagree(file) -> None:
+    with pytest.raises(ValueError, match=r"a\.tsv:2: expected one label twice"):
+        snli.read(file("a.tsv", "1\t1\ta\tb", "1\t2\ta\tb"))
+
+
+def test_letters_do_not_depend_on_batches_before() -> None:
+    from structmax.data.words import Vocabulary, facts
+
+    names = facts([["b", "aa", "c"]], least_count=1)
+    fresh, used = Vocabulary(names), Vocabulary(names)
+    used.collate([["aa", "c"]])
+    for one, other in zip(fresh.collate([["b", "aa"]]), used.collate([["b", "aa"]]), strict=True):
+        assert (one == other).all()

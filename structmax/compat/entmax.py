@@ -92,6 +92,8 @@ def budget_bisect(X: Tensor, budget: Number = 2, dim: int = -1, n_iter: int = 50
     >>> budget_bisect(torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0]))
     tensor([0.0000, 0.1250, 0.3750, 0.6250, 0.8750])
     """
+    most = X.shape[dim]  # of more than that every entry has 1
+    budget = budget.clamp(max=most) if isinstance(budget, Tensor) else min(budget, most)
     return _row_by_row(budgetmax, X, budget, dim)
 
 

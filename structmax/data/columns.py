@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -44,7 +45,7 @@ def read(path: str | Path, encoding: str = "utf-8") -> list[Tagged]:
     sentences = [Tagged([], [])]
     width = 0
     for number, line in read_lines(path, encoding):
-        columns = line.split()
+        columns = re.findall(r"[^ \t]+", line)  # other white space is part of a word
         if not columns or columns[0] == "-DOCSTART-":
             if sentences[-1].words:
                 sentences.append(Tagged([], []))

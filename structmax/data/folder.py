@@ -49,11 +49,12 @@ def find_data(name: str | Path, given: str | Path | None = None) -> Path:
 def read_lines(path: str | Path, encoding: str = "utf-8") -> Iterator[tuple[int, str]]:
     """The lines of a text file, numbered from 1, without their ends; ``.xz`` is decompressed.
 
-    It is as it is read, so that little memory is used. What never ends a line, or grows out of all
-    proportion, is no text, and refused.
+    It is as it is read, so that little memory is used. A byte order mark is left out. What never
+    ends a line, or grows out of all proportion, is no text, and refused.
     """
     path, number, size = Path(path), 0, 0
     compressed = path.suffix == ".xz"
+    encoding = "utf-8-sig" if encoding == "utf-8" else encoding
     most = SMALL + MOST_TIMES * path.stat().st_size if compressed else None
     with (lzma.open if compressed else open)(path, "rt", encoding=encoding, newline="\n") as lines:
         try:

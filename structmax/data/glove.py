@@ -29,6 +29,8 @@ def read(path: str | Path, words: Container[str] | None = None) -> tuple[list[st
         if words is not None and word not in words:
             continue
         try:
+            if "_" in rest:  # which numpy reads as 10 in 1_0
+                raise ValueError(f"expected numbers, got {rest[:40]!r}")
             with np.errstate(over="ignore"):  # which is told below
                 vector = np.array(rest.split(), np.float32)
         except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +30,7 @@ def read(source: str | Path, target: str | Path) -> list[Pair]:
                 (right[0], target, source) if left is None else (left[0], source, target)
             )
             raise fault(path, number, f"{other} ends before this line")
-        pair = Pair(left[1].split(), right[1].split())
+        pair = Pair(*(re.findall(r"[^ \t]+", line) for _, line in (left, right)))
         for (number, _), words, path in ((left, pair.source, source), (right, pair.target, target)):
             if not words:
                 raise fault(path, number, "an empty line")

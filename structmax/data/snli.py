@@ -86,4 +86,6 @@ def _tabs(lines: Iterable[tuple[int, str]], path: str | Path) -> Iterator[Row]:
         if len(columns) != width:
             raise fault(path, number, f"expected {width} columns between tabs, got {len(columns)}")
         label, premise, hypothesis = (columns[place] for place in places)
+        if labels is _FROM_ONE and columns[1] != label:
+            raise fault(path, number, f"expected one label twice, got {label!r}, {columns[1]!r}")
         yield number, label, labels, premise, hypothesis

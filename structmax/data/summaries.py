@@ -6,6 +6,7 @@ summarization", EMNLP 2015) and XSum.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from structmax.data.folder import fault, read_objects
@@ -25,7 +26,8 @@ def read(path: str | Path, most: int = 0) -> list[Pair]:
     for number, row in read_objects(path, "document", "summary"):
         texts = []
         for name in ("document", "summary"):
-            words = row[name].split() if isinstance(row[name], str) else None
+            text = row[name]  # white space but for these is part of a word
+            words = re.findall(r"[^ \t\r\n]+", text) if isinstance(text, str) else None
             if not words:
                 what = "an empty" if words == [] else "no text as"
                 raise fault(path, number, f"{what} {name}")

@@ -56,6 +56,8 @@ def read_ts(path: str | Path) -> Series:
             )
             raise fault(path, number, message)
         try:
+            if any("_" in feature for feature in features):  # Python reads 1_0 as 10
+                raise ValueError(f"expected numbers, got {line[:40]!r}")
             columns = [[float(value) for value in feature.split(",")] for feature in features]
             series = np.array(columns, np.float64).T  # (n, d)
         except ValueError as error:

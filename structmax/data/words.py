@@ -123,7 +123,11 @@ class Vocabulary:
         """The numbers of some sentences."""
         forms = self._numbers([word for sentence in sentences for word in sentence])
         counts = np.array([len(sentence) for sentence in sentences])
-        used, spelt = np.unique(forms, return_inverse=True)
+        # rows in the order of the words, not of what was seen before this batch: a run that goes on
+        # after an interruption then draws the same dropout
+        used, first, spelt = np.unique(forms, return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        used, spelt = used[order], np.argsort(order)[spelt]
         letters = self._table[used, 2]
         return Words(
             pad(self._table[forms, 0], counts),

@@ -94,18 +94,18 @@ class Induce(Task):
             return {}
         with as_user_error():
             references = self.data(config).test
-        run.create(folder, self, config)
-        runs = [Path(name) for name in config.runs.split(",")] if config.runs else tiny(folder)
+        if config.runs:  # before there is a folder, which a second try would find
+            models = load([Path(name) for name in config.runs.split(",")], workers)
+            run.create(folder, self, config)
+        else:
+            run.create(folder, self, config)
+            models = load(tiny(folder), workers)
         progress, found = Progress(self.name), {}
-        for path in runs:
-            trained = run.load(path, workers.device)
-            model = trained.model
-            if not isinstance(model, DependencyClassifier) or model.kind != "latent":
-                raise UserError(f"{path} has no latent dependency trees.")
-            found[str(path)] = look(trained.task, model, references)
+        for path, (task, model) in models.items():
+            found[str(path)] = look(task, model, references)
             progress.say(f"{path}: {len(references)} sentences")
-            if path == runs[0]:
-                drawn = pictures(trained.task, model, references[: config.pictures])
+            if len(found) == 1:
+                drawn = pictures(task, model, references[: config.pictures])
                 text = page(str(path), drawn)
                 checkpoint.write_atomic(folder / "support.html", text.encode())
         result = {"task": self.name, "sentences": len(references), **compare(references, found)}
@@ -114,6 +114,18 @@ class Induce(Task):
         checkpoint.write_atomic(folder / "table.md", table(result["rows"]).encode())
         progress.say(table(result["rows"]))
         return result
+
+
+def load(paths: Sequence[Path], workers: Workers) -> dict[Path, tuple[Any, DependencyClassifier]]:
+    """The tasks and models of some runs."""
+    found = {}
+    for path in paths:
+        trained = run.load(path, workers.device)
+        model = trained.model
+        if not isinstance(model, DependencyClassifier) or model.kind != "latent":
+            raise UserError(f"{path} has no latent dependency trees.")
+        found[path] = trained.task, model
+    return found
 
 
 def tiny(folder: Path) -> list[Path]:
