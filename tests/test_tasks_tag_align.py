@@ -13,6 +13,8 @@ pytest.importorskip("typer")
 pytest.importorskip("safetensors")
 pytest.importorskip("conllu")
 
+from safetensors.torch import load_file
+
 from structmax import losses
 from structmax.cli import main
 from structmax.data import columns
@@ -57,6 +59,17 @@ def test_tag_learns_by_every_loss(tmp_path: Path, loss: str) -> None:
     assert result["test"]["sentences_per_second"] > 0
     support = result["test"]["tags_per_word"]
     assert support == 4 if loss == "crf" else 1 <= support < 3, support
+
+
+def test_tag_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """With dropout of words, whose order in a batch must not depend on the batches before."""
+    options = {**SMALL, "dropout": 0.3, "eval_every": 3, "save_every": 3}
+    for name, steps, resume in (("whole", 6, False), ("parts", 3, False), ("parts", 6, True)):
+        config = TagConfig(**{**options, "steps": steps})
+        Trainer(Tag(), config, tmp_path / name, resume, silent=True).fit()
+    whole, parts = (load_file(tmp_path / name / "last.safetensors") for name in ("whole", "parts"))
+    weights = [name for name in whole if name.startswith("model.")]
+    assert weights and all(torch.equal(whole[name], parts[name]) for name in weights)
 
 
 @pytest.mark.slow
