@@ -34,8 +34,9 @@ def number(owner: str, name: str, value: object, hint: str = "") -> float:
             f"to {name}.{hint} Without a gradient: float({name})."
         )
     try:
-        if not isinstance(value, str):
-            return float(value)  # type: ignore[arg-type]
+        found = math.nan if isinstance(value, str) else float(value)  # type: ignore[arg-type]
+        if found == found:
+            return found
     except (TypeError, ValueError, RuntimeError):
         pass
     raise ValueError(f"{owner}: {name} must be a number, got {value!r}.")

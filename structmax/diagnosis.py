@@ -190,6 +190,8 @@ def diagnose(
     >>> [r["bias"] < 4 * r["error"] + 1e-5 for r in result.records]
     [True, True, True]
     """
+    if not isinstance(samples, int) or samples < 1:
+        raise ValueError(f"diagnose: samples must be an integer of at least 1, got {samples!r}.")
     chosen, skipped = _choose(structure, estimators)
     live, leaves = _with_leaves(structure)
     objectives = Objectives(live, leaves, cost)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -601,3 +602,55 @@ def test_a_kernel_is_looked_up_once(monkeypatch) -> None:
     quick[(2,)](x, 9, BLOCK=4, gamma=0.5)
     assert len(quick.kept) == 1  # what is kept is bounded
     assert launch.quick(kernel) is kernel  # which is none of Triton's
+
+
+# -- estimators, from outside ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["euclidean", "cross-entropy", "exponentiated"])
+def test_spigot_goes_nowhere_without_a_slope(variant: str) -> None:
+    """Of all scores: the mean of a target does not say how often additional parts are used."""
+    generator = torch.Generator().manual_seed(0)
+    unary, transition = (
+        torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_()
+        for s in ((2, 4, 3), (3, 3))
+    )
+    estimator = sx.estimators.SPIGOT(1e-3, variant=variant)
+    for cost, most in ((lambda z: 0 * z, 1e-12), (lambda z: z**2, 1e-2)):
+        z = estimator(sx.LinearChain(unary, transition))
+        for slope in torch.autograd.grad(cost(z).sum(), (unary, transition)):
+            assert slope.abs().max() < most
+
+
+def test_costs_that_are_not_written_in_python() -> None:
+    choice = sx.Choice(torch.zeros(3))
+    for cost in (torch.sum, functools.partial(torch.sum, dim=-1)):
+        assert sx.estimators.StraightThrough().loss(choice, cost) == 1.0
+
+
+def test_dtypes_do_not_depend_on_the_default() -> None:
+    chain = sx.LinearChain(torch.randn(3, 2), torch.randn(2, 2))
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = chain.entropy(), sx.losses.perceptron(chain, torch.tensor([0, 1, 0]))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [t.dtype for t in found] == [torch.float32] * 2
+
+
+def test_options_that_are_no_numbers() -> None:
+    with pytest.raises(ValueError, match="entropy_weight must be a number, got nan"):
+        sx.estimators.Reinforce(entropy_weight=math.nan)
+    with pytest.raises(ValueError, match="entropy_weight must be a number"):
+        sx.estimators.Reinforce(entropy_weight="a")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="lam must be a finite number"):
+        sx.estimators.IMLE(lam=math.inf)
+    assert repr(sx.estimators.SparseExpectation(max_iter=5)) == "SparseExpectation(max_iter=5)"
+    with pytest.raises(ValueError, match="samples must be an integer of at least 1"):
+        sx.diagnose(sx.Choice(torch.zeros(3)), lambda z: z.sum(-1), samples=0)
+    with pytest.raises(ValueError, match=r"point\[1\] is NaN or \+inf"):
+        sx.project(sx.Choice(torch.zeros(3)), torch.tensor([0.0, math.nan, 0.0]))
+    with pytest.raises(ValueError, match="does not apply to a structure of kind 'chain'"):
+        sx.nn.StructuredAttention("chain", 4, "gumbel-straight-through")
+    with pytest.raises(ValueError, match="is no distribution"):
+        sx.losses.entmax_loss(torch.zeros(1, 3), torch.tensor([[3.0, 1.0, 1.0]]))

@@ -1,18 +1,30 @@
-"""The entmax loss: against its definition, cross-entropy, and at the edges."""
+"""The entmax loss: against its definition, cross-entropy, and at the edges.
+
+Without a GPU the Triton kernels run under Triton's interpreter.
+"""
 
 from __future__ import annotations
 
+import importlib
 import math
+import os
+from collections.abc import Iterator
 
+import mpmath
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.functional import cross_entropy, one_hot
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import structmax as sx
 from structmax.losses import entmax_loss
 
+module = importlib.import_module("structmax.losses.entmax_loss")  # the name is the function's too
+DEVICES = {"cpu": "cpu", "gpu": "cuda" if torch.cuda.is_available() else "cpu"}
 nan, inf, f64 = math.nan, math.inf, torch.float64
 ALPHAS = [1.0, 1.0 + 1e-9, 1.3, 1.5, 2.0, 3.0]
 
@@ -190,3 +202,187 @@ def test_errors() -> None:
         with pytest.raises(ValueError, match="entmax_loss") as caught:
             call()
         assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+# -- one kernel for the loss and its gradient ------------------------------------------------------
+
+KERNELS = [("cpu", a) for a in ALPHAS] + [("gpu", a) for a in [1.0, 1.05, 1.3, 1.5, 2.0]]
+interpreted = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
+
+
+@pytest.fixture
+def device(name: str) -> Iterator[str]:
+    if name == "gpu":
+        pytest.importorskip("triton")
+    with sx.backend(name):
+        yield DEVICES[name]
+
+
+def composed(monkeypatch: pytest.MonkeyPatch, *args: object, **options: object) -> Tensor:
+    """The loss in differentiable torch around the map alone."""
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_has_kernel", lambda *_: False)
+        return entmax_loss(*args, **options)
+
+
+def both(
+    patch: pytest.MonkeyPatch, scores: Tensor, *args: object, **options: object
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(fused, composed) of the loss and of its gradient, which rows weigh differently."""
+    leaf = scores.detach().requires_grad_()
+    losses = entmax_loss(leaf, *args, **options), composed(patch, leaf, *args, **options)
+    assert "Fused" in losses[0].grad_fn.name() and "Fused" not in losses[1].grad_fn.name()
+    yield losses
+    weights = torch.linspace(0.5, 2, losses[0].numel()).to(losses[0]).view(losses[0].shape)
+    yield tuple(torch.autograd.grad(loss, leaf, weights)[0] for loss in losses)
+
+
+@interpreted
+@pytest.mark.parametrize(("name", "alpha"), KERNELS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_fused(
+    name: str, alpha: float, reduction: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = 1.5 * randn(2, 3, 9)
+    scores[0, 0, :4], scores[0, 1], scores[1, 0, 1:] = -inf, nan, -inf
+    target = torch.tensor([[5, -100, 0], [0, 3, 8]])
+    mask = torch.ones(9, dtype=torch.bool)
+    mask[2] = False
+    wide = torch.full((2, 3, 18), nan, dtype=f64)
+    wide[..., ::2] = scores
+    for given, dtype, tolerance in [
+        ((scores, target), torch.float32, 2e-6),
+        ((wide[..., ::2], target, mask), f64, 1e-14),
+        ((scores.mT.contiguous().mT, target), torch.float16, 2e-3),
+        ((scores[1, 1], target[1, 1]), f64, 1e-14),
+    ]:
+        rows, classes, *masks = (t.to(device) for t in given)
+        options = {"reduction": reduction, "mask": masks[0] if masks else None}
+        for fused, other in both(monkeypatch, rows.to(dtype), classes, alpha, **options):
+            assert fused.dtype == other.dtype and fused.shape == other.shape
+            torch.testing.assert_close(fused, other, atol=tolerance, rtol=tolerance)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_fused_bfloat16(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores, target = randn(7, 33).to(device, torch.bfloat16), torch.arange(7, device=device)
+    (loss, other), (g, expected) = both(monkeypatch, scores, target, 1.5)
+    torch.testing.assert_close(loss, other)
+    assert g.dtype == torch.bfloat16
+    torch.testing.assert_close(g, expected, atol=0, rtol=2 * 2**-7)  # rounded twice
+
+
+@interpreted
+@pytest.mark.parametrize(("name", "alpha"), KERNELS)
+def test_fused_edges(name: str, alpha: float, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forbidden targets, rows of −inf, NaN and +inf; where all rows are ignored."""
+    scores, target = randn(9, 5), torch.tensor([0, 1, 2, 3, 4, 0, 1, 1, 2])
+    scores[0, 0], scores[1] = -inf, -inf
+    scores[2, 0], scores[3, 1], scores[4, 4] = nan, inf, inf
+    scores[5, 2], scores[5, 0], scores[6, 0], scores[6, 1] = nan, -inf, inf, -inf
+    scores, target = scores.to(device).requires_grad_(), target.to(device)
+    loss = entmax_loss(scores, target, alpha, reduction="none")
+    expected = composed(monkeypatch, scores, target, alpha, reduction="none")
+    torch.testing.assert_close(loss, expected, equal_nan=True)
+    assert torch.equal(loss[:7].isnan().cpu(), torch.tensor([0, 0, 1, 0, 1, 1, 0]).bool())
+    (g,) = torch.autograd.grad(loss.sum(), scores)
+    assert (g[scores == -inf] == 0).all() and (g[:2] == 0).all()
+    bad = torch.zeros_like(g, dtype=torch.bool)
+    bad[2:7] = True
+    assert torch.equal(g.isnan(), bad & (scores != -inf))
+
+    loss = entmax_loss(scores, target, alpha, ignore_index=2, reduction="none")
+    (g,) = torch.autograd.grad(loss, scores, torch.full_like(loss, nan))
+    assert (g[[0, 1, 2, 8]] == 0).all() and g[7].isnan().any()  # whatever their gradient is
+    nothing = torch.full_like(target, 3)
+    loss = entmax_loss(scores, nothing, alpha, ignore_index=3)
+    (g,) = torch.autograd.grad(loss, scores)
+    assert loss.isnan() and (g == 0).all()
+    beyond = torch.tensor([0, 5, -1], device=device)
+    kernel = module._kernels(scores).entmax_loss
+    d, rows, _ = kernel(scores.detach()[[7, 8, 8]], beyond, alpha, -100)  # where nobody may look
+    assert rows[0].isnan().tolist() == [False, True, True] and d[1:].isnan().all()
+
+
+@interpreted
+@pytest.mark.parametrize("alpha", [1.0, 1.3, 1.5, 2.0])
+@pytest.mark.parametrize("name", ["gpu"])
+def test_fused_long_rows(
+    name: str, alpha: float, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = importlib.import_module("structmax.maps.gpu")
+    monkeypatch.setattr(gpu, "LARGEST", 32)
+    monkeypatch.setattr(gpu, "TILE", 16)
+    scores, target = randn(4, 50).to(device), torch.tensor([0, 49, -100, 17], device=device)
+    scores[1, 20:40], scores[2] = -inf, nan
+    for fused, other in both(monkeypatch, scores, target, alpha):
+        torch.testing.assert_close(fused, other, atol=1e-14, rtol=1e-14)
+
+
+@interpreted
+@pytest.mark.parametrize(("name", "alpha"), [k for k in KERNELS if k[1] not in (1.0, 1 + 1e-9)])
+def test_fused_second_order(
+    name: str, alpha: float, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = (2 * randn(2, 2, 3)).to(device).requires_grad_()
+    target = torch.tensor([[0, 2], [1, -100]], device=device)
+    assert gradcheck(lambda s: entmax_loss(s, target, alpha), scores, check_batched_grad=True)
+    assert gradgradcheck(lambda s: entmax_loss(s, target, alpha), scores)
+
+    # p at the target is about 1e-16; of p − 1 nothing of it would be left
+    edge = torch.tensor([0.0, 1e-8 - 1], dtype=f64) / (alpha - 1)
+    edge = edge.to(device).requires_grad_()
+    seconds = []
+    for loss in (entmax_loss, lambda *args: composed(monkeypatch, *args)):
+        one = torch.tensor(1, device=device)
+        (g,) = torch.autograd.grad(loss(edge, one, alpha), edge, create_graph=True)
+        seconds += torch.autograd.grad(g[1], edge)
+    torch.testing.assert_close(*seconds, rtol=1e-9, atol=0)
+
+
+@interpreted
+@pytest.mark.parametrize(("name", "alpha"), KERNELS)
+def test_fused_digits(name: str, alpha: float, device: str) -> None:
+    """Against many digits, also where the scores are far apart or almost decided."""
+    rows = [[0.3, -0.7, 1.1, 0.2, 0.0], [40.0, -1e4, 39.0, 7.0, 39.9], [6.0, 0.5, -1.0, 0.0, 0.1]]
+    scores, target = torch.tensor(rows, dtype=f64), torch.tensor([1, 1, 0])
+    loss = entmax_loss(scores.to(device), target.to(device), alpha, reduction="none")
+    with mpmath.workdps(60):
+        a = mpmath.mpf(alpha)
+        for row, y, found in zip(rows, target.tolist(), loss.tolist()):
+            z = [mpmath.mpf(v) - max(row) for v in row]
+            low, high = mpmath.mpf(0), mpmath.log(5) + 1
+            for _ in range(180):
+                level = (low + high) / 2
+                u = [1 + (a - 1) * (v - level) for v in z]
+                if a == 1:
+                    p = [mpmath.exp(v - level) for v in z]
+                else:
+                    p = [v ** (1 / (a - 1)) if v > 0 else mpmath.mpf(0) for v in u]
+                low, high = (level, high) if sum(p) >= 1 else (low, level)
+            powers = [q * mpmath.log(q) if a == 1 else (q**a - q) / (a * (a - 1)) for q in p]
+            exact = sum(q * v for q, v in zip(p, z)) - sum(powers) - z[y]
+            assert abs(mpmath.mpf(found) - exact) <= 4e-16 * max(1, exact), (row, found)
+
+
+def test_where_the_kernel_is_used() -> None:
+    scores, target = randn(3, 5).requires_grad_(), torch.tensor([0, 3, 1])
+    loss = entmax_loss(scores, target, reduction="none")
+    assert "Fused" in loss.grad_fn.name()
+    loss *= 2  # as any other tensor
+    assert torch.equal(loss.detach(), 2 * entmax_loss(scores, target, reduction="none").detach())
+    for other in (
+        entmax_loss(scores, target, torch.tensor(1.5)),
+        entmax_loss(scores, one_hot(target, 5).double()),
+    ):
+        assert "Fused" not in other.grad_fn.name()
+    target_before = target.clone()
+    loss = entmax_loss(scores, target)
+    target.zero_()  # nothing of the inputs is needed later
+    (g,) = torch.autograd.grad(loss, scores, create_graph=True)
+    (second,) = torch.autograd.grad(g.square().sum(), scores)
+    (g,) = torch.autograd.grad(entmax_loss(scores, target_before), scores, create_graph=True)
+    assert torch.equal(second, torch.autograd.grad(g.square().sum(), scores)[0])
+    with pytest.raises(NotImplementedError, match="jvp"):  # and no zeros
+        torch.func.jvp(lambda s: entmax_loss(s, target), (scores.detach(),), (scores.detach(),))

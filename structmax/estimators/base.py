@@ -113,7 +113,10 @@ def _required_arguments(cost: Callable[..., Any]) -> int:
     """How many positional arguments a cost asks for."""
     function = cost.forward if isinstance(cost, torch.nn.Module) else cost
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # of a function that is not written in Python
+        return 1
     return sum(p.kind in kinds and p.default is p.empty for p in parameters)
 
 
@@ -132,8 +135,8 @@ def at_least(owner: Any, option: str, least: float, strict: bool = False) -> Non
     value = getattr(owner, option)
     kinds = int if isinstance(least, int) else (int, float)
     good = isinstance(value, kinds) and not isinstance(value, bool)
-    if not good or not (value > least if strict else value >= least):
-        number = "an integer" if kinds is int else "a number"
+    if not good or not (value > least if strict else value >= least) or value == math.inf:
+        number = "an integer" if kinds is int else "a finite number"
         limit = f"above {least}" if strict else f"of at least {least}"
         raise ValueError(
             f"{type(owner).__name__}: {option} must be {number} {limit}, got {value!r}."

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from structmax.estimators.base import call_cost
+from structmax.estimators.base import call_cost, straight
 from structmax.sparse import projection
 from structmax.structures.base import IntractableError, Structure
 from structmax.structures.grid_path import FreeGridPath
@@ -15,7 +15,7 @@ from structmax.structures.parts import PartStructure
 
 VARIANTS = {  # and the queries that each needs
     "euclidean": frozenset(["argmax", "score", "sparsemap"]),
-    "cross-entropy": frozenset(["log_partition", "marginals", "score", "sparsemap"]),
+    "cross-entropy": frozenset(["log_partition", "marginals", "sparsemap"]),
     "exponentiated": frozenset(["log_partition", "marginals"]),
 }
 
@@ -78,6 +78,11 @@ def towards_target(
                 point = target.marginals
     if variant == "exponentiated":
         return structure.log_partition() - structure.perturb(moved).log_partition()
+    if variant == "cross-entropy":
+        # Many distributions have the target's mean; additional parts would go to those of any. So
+        # they go where the step in the scores takes them.
+        primary = straight(structure, z - point).flatten(len(structure.batch_shape)).sum(-1)
+        held = structure._replace_primary(structure.primary.detach())
+        return primary + held.log_partition() - held.perturb(moved).log_partition()
     every = structure.score(target.structures.movedim(len(structure.batch_shape), 0))
-    own = structure.score(z) if variant == "euclidean" else structure.log_partition()
-    return own - (target.probs.movedim(-1, 0) * every).sum(0)
+    return structure.score(z) - (target.probs.movedim(-1, 0) * every).sum(0)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from structmax import checks
 from structmax.estimators.base import Estimator, call_cost
 from structmax.estimators.baselines import Baseline, Draws, Scale, regularized
 from structmax.structures.base import Structure
@@ -53,7 +54,8 @@ class Reinforce(Estimator, nn.Module):
         nn.Module.__init__(self)
         self.baseline = Baseline(type(self).__name__, baseline, samples)
         self.advantages = Scale(normalize)
-        self.samples, self.entropy_weight, self.generator = samples, entropy_weight, generator
+        self.samples, self.generator = samples, generator
+        self.entropy_weight = checks.number(type(self).__name__, "entropy_weight", entropy_weight)
 
     def extra_repr(self) -> str:
         return f"samples={self.samples}, entropy_weight={self.entropy_weight}"

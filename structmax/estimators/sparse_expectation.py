@@ -16,10 +16,13 @@ class SparseExpectation(Estimator):
     """E[L(z)] = Σ pᵢ L(zᵢ) over the few structures that SparseMAP selects, without sampling.
 
     Correia, Niculae, Aziz & Martins, "Efficient marginalization of discrete and structured latent
-    variables via sparsity", NeurIPS 2020. The gradient of that sum is exact, through p; the
-    distribution is SparseMAP's and not the structure's own, so this is no estimate of the Gibbs
-    expectation. Needs argmax, many times. The cost of a structure is evaluated once; in items with
-    fewer structures than others, slots without probability are not given to a cost with two
+    variables via sparsity", NeurIPS 2020. The distribution is SparseMAP's and not the structure's
+    own, so this is no estimate of the Gibbs expectation. Where the active structures are linearly
+    independent and stay the same, p and the gradient of the sum are exact. SparseMAP's mean is
+    unique, but p need not be: where many distributions have that mean, as with trees, the one that
+    is found can change from one point to the next, and the expectation of a cost that is not
+    linear then jumps. Needs argmax, many times. The cost of a structure is evaluated once; in items
+    with fewer structures than others, slots without probability are not given to a cost with two
     arguments.
 
     Args:
@@ -40,6 +43,9 @@ class SparseExpectation(Estimator):
 
     def __init__(self, **options: Any) -> None:
         self.options = options
+
+    def __repr__(self) -> str:
+        return f"SparseExpectation({', '.join(f'{k}={v!r}' for k, v in self.options.items())})"
 
     def loss(self, structure: Structure, cost: Callable[..., Tensor]) -> Tensor:
         sparse = structure.sparsemap(**self.options)

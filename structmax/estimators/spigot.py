@@ -27,7 +27,9 @@ class SPIGOT(Estimator):
     - ``"exponentiated"``: z = μ(θ), and the gradient μ(θ) − μ(θ − η ∂L/∂μ): the step in the
       geometry of the smoothing, exponentiated gradient under ``sx.Shannon()``. Needs marginals.
 
-    Not divided by η. Biased. Additional parts get the difference of their expected counts.
+    Not divided by η. Biased. Additional parts (transitions, …) get the difference of their expected
+    counts; those of the target are not determined by it under ``"cross-entropy"``, where the step
+    of ``"exponentiated"`` takes its place.
 
     Args:
         step: η; what reaches z is ∂L/∂z of the whole loss, so 1/batch with a mean over the batch

@@ -111,10 +111,9 @@ class Fused(torch.autograd.Function):
     The kernel ``entmax_loss(θ (R, n), target (R), α, ignore_index) -> d, rows, place`` gives
 
     - ``rows (3, R)``: the losses; 1 where a row counts, 0 where it is ignored; p at the target,
-    - ``place (R)``: the target;
+    - ``place (R)``: the target, or −1: the row is ignored or its target forbidden, and d is 0.
 
-    d, p and the place are 0 where the row is ignored or its target is forbidden. Differentiating
-    again goes through d, as an entmax of θ.
+    Differentiating again goes through d, as an entmax of θ.
     """
 
     @staticmethod
@@ -123,7 +122,7 @@ class Fused(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         x, classes = flatten_batch(scores, 1), target.reshape(-1).long()
         d, rows, place = _kernels(scores).entmax_loss(x, classes, alpha, ignore_index)
-        d, count = d.view(scores.shape), None
+        d, place, count = d.view(scores.shape), place.view(target.shape), None
         if reduction == "none":
             loss = rows[0].view(target.shape).clone()  # a view could not be changed in place
         elif reduction == "sum":
@@ -139,11 +138,11 @@ class Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, g_d: Tensor | None) -> tuple[Tensor | None, ...]:
         d, rows, place, count = ctx.saved_tensors
-        out = None if g is None else _scale(g, count, d, ctx.dtype)
+        out = None if g is None else _scale(g, count, d, place, ctx.dtype)
         if g_d is not None:
-            shape = (*d.shape[:-1], 1)
-            at_target = torch.arange(d.shape[-1], device=d.device) == place.view(shape)
-            exact = rows[2].view(shape) + (d - d.detach())  # d + 1 would have lost digits
+            at_target = torch.arange(d.shape[-1], device=d.device) == place.unsqueeze(-1)
+            known = rows[2].view(place.shape).unsqueeze(-1)  # d + 1 would have lost digits
+            exact = known + (d - d.detach())
             p = torch.where(at_target, exact, d)
             more = entmax.rows_backward(p, g_d.to(p.dtype), [], [ctx.alpha])[0].to(ctx.dtype)
             out = more if out is None else out + more
@@ -151,16 +150,16 @@ class Fused(torch.autograd.Function):
 
 
 def _kernels(tensor: Tensor) -> Any:
-    return importlib.import_module(f"structmax.maps.loss_{backend_for(tensor)}")
+    return importlib.import_module(f"structmax.maps.{backend_for(tensor)}_loss")
 
 
-def _scale(g: Tensor, count: Tensor | None, d: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient in the scores, g·d, of a mean over ``count`` rows g·d/count."""
+def _scale(g: Tensor, count: Tensor | None, d: Tensor, place: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient in the scores, g·d, of a mean over ``count`` rows g·d/count; 0 at place −1."""
     pair = (g, d)
     batched = torch._C._functorch.is_legacy_batchedtensor(g)
     if backend_for(d) == "gpu" and is_plain(pair) and not is_transforming(pair) and not batched:
-        return _kernels(d).scale(g, count, d, dtype)
-    each = g if count is None else g / count.clamp(min=1)  # of no rows d is 0
+        return _kernels(d).scale(g, count, d, place, dtype)
+    each = torch.where(place < 0, 0.0, g if count is None else g / count)  # whatever g is there
     return (each.unsqueeze(-1) * d).to(dtype)
 
 
@@ -181,11 +180,20 @@ def _check(scores: Tensor, target: Tensor, soft: bool, ignore_index: int, reduct
             f"entmax_loss: an integer target must be {tuple(scores.shape[:-1])} for scores of "
             f"shape {tuple(scores.shape)}, got {tuple(target.shape)}."
         )
-    if not soft and target.device.type == "cpu" and can_look():
-        if not target.numel():
-            return
+    if target.device.type != "cpu" or not can_look() or not target.numel():
+        return
+    if soft:
+        y = target.detach().double()
+        bad = (y < 0).any(-1) | ((y.sum(-1) - 1).abs() > 1e-2)  # half precision rounds sums
+        if bool(bad.any()):
+            where = tuple(bad.nonzero()[0].tolist())
+            raise ValueError(
+                f"entmax_loss: target{list(where) if where else ''} is no distribution, at least 0 "
+                f"everywhere and with sum 1: {target[where].tolist()[:8]}."
+            )
+    else:
         least, most = target.aminmax()
-        if least >= 0 and most < n:
+        if least >= 0 and most < n:  # in one pass, where nothing is ignored
             return
         bad = ((target < 0) | (target >= n)) & (target != ignore_index)
         if bool(bad.any()):

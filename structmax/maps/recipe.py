@@ -246,7 +246,8 @@ def keep(owner: str, x: Tensor, mask: Tensor) -> Tensor:
 
 def spread(owner: str, name: str, value: Tensor | float, x: Tensor, dim: int, per: str) -> Tensor:
     """A parameter expanded to x's shape, with size 1 along ``dim`` if there is one per row."""
-    value = torch.as_tensor(value, device=None if isinstance(value, Tensor) else x.device)
+    if not isinstance(value, Tensor):
+        value = torch.as_tensor(value, dtype=x.dtype, device=x.device)
     if value.device != x.device and value.dim():
         raise ValueError(
             f"{owner}: {name} is on {value.device} but the scores are on {x.device}. "

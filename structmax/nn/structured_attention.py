@@ -84,6 +84,12 @@ class StructuredAttention(nn.Module):
             self.transition = nn.Parameter(torch.zeros(2, 2))
         else:  # the last feature is the root's share, whose column is W″ times the learned vector
             self.combine = nn.Linear(3 * embed_dim + 1, embed_dim)
+        with torch.no_grad():
+            if not self.estimator.applies_to(self.structure(torch.zeros(1, 2, embed_dim))):
+                raise ValueError(
+                    f"StructuredAttention: {type(self.estimator).__name__} does not apply to a "
+                    f"structure of kind {structure!r}."
+                )
 
     def extra_repr(self) -> str:
         return f"{self.kind!r}, {self.embed_dim}, estimator={self.estimator!r}"

@@ -197,6 +197,11 @@ def projection(structure: PartStructure, point: Tensor, **options: Any) -> Spars
             f"project: point must be {shape} for {structure._name}, with any number of dimensions "
             f"in front, got {tuple(point.shape)}."
         ) from None
+    if checks.can_look():
+        bad = structure._usable_parts() & ~(point.detach() < torch.inf)
+        if bool(bad.any()):
+            where = bad.nonzero()[0].tolist()
+            raise ValueError(f"project: point{where} is NaN or +inf; it must be a number, or -inf.")
     if batch != structure.batch_shape:
         structure = structure.expand(batch)
     result: SparseMAPResult = structure._with_gains(point).sparsemap(**options)

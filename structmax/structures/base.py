@@ -549,5 +549,5 @@ def dot(scores: Tensor, mu: Tensor, event_dims: int) -> Tensor:
     whatever their scores: 0·(−inf) = 0, and padding may hold NaN."""
     forbidden = scores == -math.inf
     product = torch.where(forbidden | (mu == 0), 0.0, scores) * mu
-    used = torch.where(forbidden & (mu > 0), -math.inf, 0.0)
+    used = torch.where(forbidden & (mu > 0), -math.inf, torch.zeros_like(product))
     return (product + used).flatten(product.dim() - event_dims).sum(-1)

@@ -282,9 +282,7 @@ def value(theta: Tensor, constants: Sequence[Tensor], blank: int, gamma: float) 
     return torch.from_numpy(gamma * a).to(theta.dtype)
 
 
-def gradient(
-    theta: Tensor, constants: Sequence[Tensor], blank: int, gamma: float
-) -> list[Tensor]:
+def gradient(theta: Tensor, constants: Sequence[Tensor], blank: int, gamma: float) -> list[Tensor]:
     """A ``(B)`` and its gradient ``(B, T, V)``."""
     batch, a = Batch(theta, constants, blank, gamma), np.empty(len(theta))
     mu = np.zeros_like(batch.theta)

@@ -14,7 +14,7 @@ from types import ModuleType
 from torch import Tensor
 
 from structmax.forest.ctc import naive
-from structmax.primitive import Omega, Primitive, Tensors, backend_for
+from structmax.primitive import Omega, Primitive, Tensors, backend_for, flatten_batch
 
 MOST_ON_GPU = 1023  # symbols of a target; of more, states do not fit into a program's registers
 
@@ -61,6 +61,7 @@ def _hvp(
 ctc = Primitive("ctc", (2,), (1, 0, 0), _value, _gradient, _hvp, _naive)
 
 
-def wrong(theta: Tensor, constants: Tensors, blank: int) -> Tensor:
-    """Which items have an impossible length or symbol, ``(B)``, on the GPU."""
-    return _module("gpu").wrong(theta, constants, blank)
+def possible(theta: Tensor, constants: Tensors, blank: int) -> Tensor:
+    """Which items have no impossible length or symbol, ``(B)``, on the GPU."""
+    flat = [flatten_batch(t, d) for t, d in zip(constants, ctc.constant_dims, strict=True)]
+    return _module("gpu").possible(flatten_batch(theta, 2), flat, blank)
