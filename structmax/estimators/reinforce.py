@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from structmax import checks
+from structmax.checks import number
 from structmax.estimators.base import Estimator, call_cost
 from structmax.estimators.baselines import Baseline, Draws, Scale, regularized
 from structmax.structures.base import Structure
@@ -21,7 +21,7 @@ class Reinforce(Estimator, nn.Module):
     ordinary in what the cost itself holds. Running moments are buffers; ``eval()`` freezes them.
 
     Args:
-        samples: how many structures are drawn for each item; ``cost`` is given all at once
+        samples: structures drawn for each item, by ``generator``; ``cost`` is given all at once
         baseline: None (b = 0); ``"ema"``: the running mean of the costs of earlier calls;
             ``"self-critic"``: the cost of the argmax or greedy derivation (Rennie et al., 2017);
             ``"leave-one-out"``: the mean cost of the item's other draws (Kool et al., 2019); or a
@@ -29,7 +29,6 @@ class Reinforce(Estimator, nn.Module):
         normalize: divide L − b by its running standard deviation in earlier calls where that is
             above 1 (Havrylov et al., 2019): biased in scale, not in direction
         entropy_weight: adds −weight · H(p); estimated at the draws if there is no ``entropy``
-        generator: of the draws
 
     >>> import torch, structmax as sx
     >>> _ = torch.manual_seed(0)
@@ -52,10 +51,9 @@ class Reinforce(Estimator, nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         nn.Module.__init__(self)
+        self.samples, self.generator, self.advantages = samples, generator, Scale(normalize)
         self.baseline = Baseline(type(self).__name__, baseline, samples)
-        self.advantages = Scale(normalize)
-        self.samples, self.generator = samples, generator
-        self.entropy_weight = checks.number(type(self).__name__, "entropy_weight", entropy_weight)
+        self.entropy_weight = number(type(self).__name__, "entropy_weight", entropy_weight)
 
     def extra_repr(self) -> str:
         return f"samples={self.samples}, entropy_weight={self.entropy_weight}"
@@ -73,8 +71,8 @@ class Reinforce(Estimator, nn.Module):
             costs = costs + self.entropy_weight * log_prob.detach()  # −H = E log p
         b = self.baseline(costs.detach(), rest, inputs)
         advantage = self.advantages(costs.detach() - b.detach())
-        error = (costs.detach() - b).square() / 2
-        costs = costs + (error - error.detach())  # which trains a module
+        error = (costs.detach() - b).square() / 2  # which trains a module
+        costs = costs + (error - error.detach())
         return self._total(structure, Draws(z, log_prob, costs, advantage))
 
     def _total(self, structure: Structure, draws: Draws) -> Tensor:
