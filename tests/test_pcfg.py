@@ -16,9 +16,10 @@ import torch
 from test_errors import fails
 from torch import Tensor
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import structmax as sx
-from structmax.forest.pcfg import ops, products, products_cpu, terms
+from structmax.forest.pcfg import ops, products, products_cpu, scaled, terms
 from structmax.forest.pcfg.naive import collapse
 
 f64, inf, nan = torch.float64, math.inf, math.nan
@@ -92,9 +93,17 @@ CASES: dict[str, tuple[list[Tensor], Tensor | None]] = {
 }
 
 
+def refuse_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No number is in the range of the fastest charts."""
+    everything = lambda chart: torch.ones_like(chart.g.lengths, dtype=torch.bool)  # noqa: E731
+    monkeypatch.setattr(scaled.Scaled, "wrong", everything)
+
+
 @pytest.mark.parametrize("gamma", [1.0, 0.7])
 @pytest.mark.parametrize("name", CASES)
-def test_products_against_the_definition(name: str, gamma: float) -> None:
+def test_products_against_the_definition(
+    name: str, gamma: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scores, lengths = CASES[name]
     make = functools.partial(sx.PCFG, lengths=lengths, smoothing=sx.Shannon(gamma))
     with sx.backend("naive"):
@@ -103,11 +112,14 @@ def test_products_against_the_definition(name: str, gamma: float) -> None:
     assert_all_close(derivatives(make, scores), expected, tolerance)
     with sx.backend("gpu"):  # in torch, the same code for any device
         assert_all_close(derivatives(make, scores), expected, tolerance)
+        refuse_scaled(monkeypatch)
+        assert_all_close(derivatives(make, scores), expected, tolerance)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_terms_against_the_definition(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What wide spreads fall back on, asked for everything."""
+    refuse_scaled(monkeypatch)
     monkeypatch.setattr(products, "TINY", inf)
     scores, lengths = CASES[name]
     make = functools.partial(sx.PCFG, lengths=lengths)
@@ -120,6 +132,7 @@ def test_terms_against_the_definition(name: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("block", [1, 100])
 def test_terms_of_a_few_parents_at_a_time(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_scaled(monkeypatch)
     monkeypatch.setattr(products, "TINY", inf)
     scores, lengths = CASES["ragged"]
     make = functools.partial(sx.PCFG, lengths=lengths)
@@ -142,7 +155,95 @@ def test_spread_falls_back() -> None:
         kernel = products.Products(ops.Grammar(s._parts(), s._lengths(), 1.0))
         kernel.rise()
         assert bool(products.wrong(kernel).any()) == falls
+        chart = scaled.Scaled(kernel.g)
+        chart.rise()
+        bad = chart.wrong()
+        assert (bad is not None and bool(bad.any())) == falls
         assert bool(products_cpu.solve(kernel.g, slopes=False)[0].isnan().any()) == falls
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(
+    ("B", "n", "N", "P"),
+    [(0, 5, 2, 3), (1, 1, 2, 2), (1, 2, 1, 1), (2, 3, 4, 2), (1, 9, 3, 4), (5, 18, 3, 2)],
+)
+def test_scaled_of_many_sizes(
+    B: int, n: int, N: int, P: int, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against products; rules of each item or shared, and growth that is found on the way: the
+    score of a rule is −40 on the average."""
+    rules = randn(B, N, N + P, N + P, seed=1) if own else randn(N, N + P, N + P, seed=1)
+    lengths = torch.randint(1, n + 1, (B,), generator=torch.Generator().manual_seed(0))
+    given = randn(N), 2 * rules - 40, randn(B, n, P, seed=2, scale=3.0)
+    s = sx.PCFG(*given, lengths, spans=randn(B, n, n, N + P, seed=3))
+    g = ops.Grammar(s._parts(), s._lengths(), 1.0)
+    chart = scaled.Scaled(g)
+    chart.rise()
+    bad = chart.wrong()
+    assert bad is None or not bool(bad.any())
+    monkeypatch.setattr(products_cpu, "LARGEST", 0)
+    expected = ops._solve_any_range(g)
+    for backend in ("cpu", "gpu"):
+        with sx.backend(backend):
+            assert_all_close(ops._solve(g), expected, 1e-11)
+            assert_all_close([ops._values(g)], expected[:1], 1e-11)
+
+
+@pytest.mark.parametrize("what", ["bonus", "penalty", "rules", "nan"])
+def test_scaled_gives_way(what: str) -> None:
+    """One item of three has numbers out of range, though some of the layers below hold them."""
+    spans, rules = torch.zeros(3, 6, 6, 5, dtype=f64), randn(3, 2, 5, 5)
+    if what == "rules":
+        rules[1, 1] -= 500.0
+    else:
+        spans[1, 1, 3, 0] = {"bonus": 900.0, "penalty": -900.0, "nan": nan}[what]
+    s = sx.PCFG(randn(2), rules, randn(3, 6, 3), spans=spans, validate_args=False)
+    chart = scaled.Scaled(ops.Grammar(s._parts(), s._lengths(), 1.0))
+    chart.rise()
+    bad = chart.wrong()
+    assert bad is not None and bad.tolist() == [False, True, False]
+    answers = []
+    for backend in ("naive", "gpu"):
+        with sx.backend(backend):
+            t = s[:]
+            answers.append([t.log_partition(), t.marginals(), t.rule_marginals()])
+    for a, b in zip(*answers, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9, equal_nan=True)
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that compute, and looks at their results."""
+
+    VIEWS = ("select", "slice", "view", "transpose", "unsqueeze", "as_strided", "expand", "alias")
+    VIEWS += ("empty", "new_empty", "diagonal", "permute", "detach", "squeeze")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = self.looks = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
+            with self:
+                return op.decompose(*args, **(kwargs or {}))
+        name = op._schema.name.removeprefix("aten::")
+        self.looks += name in ("_local_scalar_dense", "nonzero")
+        self.launches += name not in self.VIEWS
+        return op(*args, **(kwargs or {}))
+
+
+def test_launches_of_a_width() -> None:
+    """What a GPU waits for at these sizes: five to a width on the way up, ten on the way down."""
+
+    def count(n: int, solve: Callable[[ops.Grammar], object]) -> tuple[int, int]:
+        s = grammar(n)
+        g = ops.Grammar(s._parts(), s._lengths(), 1.0)
+        with sx.backend("gpu"), Launches() as log:
+            solve(g)
+        return log.launches, log.looks
+
+    for solve, most in ((ops._values, 5), (ops._solve, 15)):
+        (few, looks), (many, more_looks) = count(9, solve), count(15, solve)
+        assert many - few <= 6 * most and looks == more_looks == 1
 
 
 @pytest.mark.parametrize("name", ["random", "ragged", "forbidden", "spread", "shift up"])
@@ -329,12 +430,12 @@ def test_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     expected = [[query(s) for query in queries] for s in (whole, low)]
     monkeypatch.setattr(ops, "PIECE", 1)
-    again = [
-        [query(grammar(lengths=LENGTHS)), query(factors(lengths=LENGTHS))] for query in queries
-    ]
-    for i, (one, two) in enumerate(again):
-        torch.testing.assert_close(one, expected[0][i])
-        torch.testing.assert_close(two, expected[1][i])
+    for backend in ("cpu", "gpu"):
+        with sx.backend(backend):
+            for i, query in enumerate(queries):
+                one, two = query(grammar(lengths=LENGTHS)), query(factors(lengths=LENGTHS))
+                torch.testing.assert_close(one, expected[0][i])
+                torch.testing.assert_close(two, expected[1][i])
 
 
 # -- low rank ------------------------------------------------------------------------------------

@@ -410,7 +410,7 @@ class PCFG(OneSided, DynamicStructure):
         return self._refuse_infeasible("root_marginals", value, mu[1]).to(self.dtype)
 
     def _check_feasible(self, query: str, value: Tensor) -> None:
-        if not (checks.can_look() and value.numel()):
+        if not (checks.can_look() and value.numel()) or value.amin().item() > -math.inf:
             return
         single = (value == -math.inf) & (self._lengths() == 1)
         if bool(single.any()):
@@ -433,8 +433,9 @@ class PCFG(OneSided, DynamicStructure):
             )
 
     def _refuse_infeasible(self, query: str, value: Tensor, answer: Tensor) -> Tensor:
-        if self._validate_args:
+        if self._validate_args and checks.can_look():
             self._check_feasible(query, value.detach())
+            return answer
         return super()._refuse_infeasible(query, value, answer)
 
     def _aligned(self, q: Structure) -> tuple[DynamicStructure, DynamicStructure]:

@@ -83,6 +83,12 @@ class Kernel(ABC):
         return [spans, self.goal, *self.counts()]
 
 
+def peak(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The largest along some dimensions, kept; 0 instead of −inf."""
+    top = x.amax(dims, keepdim=True)
+    return torch.where(top == -math.inf, 0.0, top)
+
+
 def relative(x: Tensor) -> tuple[Tensor, Tensor]:
     """exp(x − m) and m, the largest of the last dimension."""
     m = x.amax(-1, keepdim=True)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from structmax.forest.pcfg.chart import ALL, Dual, Grammar
-from structmax.forest.pcfg.products import ExpSpace, exponential, peak
+from structmax.forest.pcfg.kernel import peak
+from structmax.forest.pcfg.products import ExpSpace, exponential
 
 
 class LowRank(ExpSpace):

@@ -20,6 +20,7 @@ from structmax.forest.pcfg import naive
 from structmax.forest.pcfg.chart import Dual, Grammar
 from structmax.forest.pcfg.low_rank import LowRank
 from structmax.forest.pcfg.products import Products, items_with, wrong
+from structmax.forest.pcfg.scaled import Scaled
 from structmax.forest.pcfg.terms import Best, Terms
 from structmax.forest.pcfg.trees import rule_counts
 from structmax.primitive import (
@@ -34,6 +35,7 @@ from structmax.primitive import (
 from structmax.smoothing import HARD, Shannon, from_code
 
 PIECE = 1 << 28  # bytes that the work on one piece of a batch may take, roughly
+ON_GPU = 8  # times as many there, where a piece costs as many launches as a batch
 
 
 def _in_pieces(run: Callable[..., list[Tensor]], *groups: Tensors) -> list[Tensor]:
@@ -41,7 +43,8 @@ def _in_pieces(run: Callable[..., list[Tensor]], *groups: Tensors) -> list[Tenso
     spans, root, *_ = groups[0]
     n, S, N = spans.shape[1], spans.shape[3], root.shape[1]
     item = 8 * (12 * n * n * S + 6 * N * S * S + 6 * n * S * S)
-    size = max(1, PIECE // item)
+    room = PIECE * (ON_GPU if backend_for(spans) == "gpu" else 1)
+    size = max(1, room // item)
     if len(spans) <= size:
         return run(*groups)
     at = [slice(i, i + size) for i in range(0, len(spans), size)]
@@ -49,8 +52,12 @@ def _in_pieces(run: Callable[..., list[Tensor]], *groups: Tensors) -> list[Tenso
     return [torch.cat(column) for column in zip(*pieces, strict=True)]
 
 
-def _mend(bad: Tensor, results: list[Tensor], again: Callable[[Tensor], list[Tensor]]) -> None:
+def _mend(
+    bad: Tensor | None, results: list[Tensor], again: Callable[[Tensor], list[Tensor]]
+) -> None:
     """Computes the bad items of the results again; NaN where one cannot look which those are."""
+    if bad is None:
+        return
     if bad.is_cuda and torch.cuda.is_current_stream_capturing():
         for x in results:
             x.masked_fill_(bad[(..., *[None] * (x.dim() - 1))], math.nan)
@@ -78,14 +85,18 @@ def _log_chart(g: Grammar) -> Tensor:
 def _values(g: Grammar) -> Tensor:
     from structmax.forest.pcfg import products_cpu
 
-    if not products_cpu.fits(g):
-        return _values_in_torch(g)
-    (a,) = products_cpu.solve(g, slopes=False)
-    _mend(a.isnan(), [a], lambda items: [_values_in_torch(g.take(items))])
+    bad: Tensor | None
+    if products_cpu.fits(g):
+        (a,) = products_cpu.solve(g, slopes=False)
+        bad = a.isnan()
+    else:
+        chart = Scaled(g)
+        a, bad = chart.rise(), chart.wrong()
+    _mend(bad, [a], lambda items: [_values_of_any_range(g.take(items))])
     return a
 
 
-def _values_in_torch(g: Grammar) -> Tensor:
+def _values_of_any_range(g: Grammar) -> Tensor:
     fast = Products(g)
     a = fast.rise()
     _mend(wrong(fast), [a], lambda items: [Terms(g.take(items)).rise()])
@@ -96,14 +107,20 @@ def _solve(g: Grammar, v: Grammar | None = None) -> list[Tensor]:
     """A and its gradient; with a direction, A and the derivative of its gradient."""
     from structmax.forest.pcfg import products_cpu
 
-    if v is not None or not products_cpu.fits(g):
-        return _solve_in_torch(g, v)
-    results = products_cpu.solve(g, slopes=True)
-    _mend(results[0].isnan(), results, lambda items: _solve_in_torch(g.take(items)))
+    if v is not None:
+        return _solve_any_range(g, v)
+    bad: Tensor | None
+    if products_cpu.fits(g):
+        results = products_cpu.solve(g, slopes=True)
+        bad = results[0].isnan()
+    else:
+        chart = Scaled(g)
+        results, bad = [chart.rise(), *chart.fall()], chart.wrong()
+    _mend(bad, results, lambda items: _solve_any_range(g.take(items)))
     return results
 
 
-def _solve_in_torch(g: Grammar, v: Grammar | None = None) -> list[Tensor]:
+def _solve_any_range(g: Grammar, v: Grammar | None = None) -> list[Tensor]:
     def run(kernel: Terms | Products) -> list[Tensor]:
         return [kernel.rise(), *_wanted(kernel.fall())]
 

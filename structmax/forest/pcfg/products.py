@@ -19,15 +19,10 @@ import torch
 from torch import Tensor
 
 from structmax.forest.pcfg.chart import Chart, Dual, Grammar
-from structmax.forest.pcfg.kernel import Kernel, divide, relative
+from structmax.forest.pcfg.kernel import Kernel, divide, peak, relative
+from structmax.forest.pcfg.scaled import Reachable
 
 TINY = 1e-200  # far above the smallest float64, far below any sum that matters
-
-
-def peak(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The largest along some dimensions, kept; 0 instead of −inf."""
-    top = x.amax(dims, keepdim=True)
-    return torch.where(top == -math.inf, 0.0, top)
 
 
 class ExpSpace(Kernel):
@@ -151,22 +146,7 @@ def wrong(kernel: Products) -> Tensor:
     capturing = items.is_cuda and torch.cuda.is_current_stream_capturing()
     if not capturing and not bool(items.any()):
         return items
-    pairs = zip(small, reachable(kernel.g), strict=True)
-    return items_with([s & r for s, r in pairs], lengths)
-
-
-def reachable(g: Grammar) -> list[Tensor]:
-    """For each width, whether anything derives each nonterminal, ``(B, n−w+1, N)``, before its own
-    score is looked at: a sum that is 0 because nothing does is right."""
-    rules = g.kinds((g.rules > -math.inf).to(g.rules.dtype))
-    chart = Chart(g, g.N, g.P)
-    chart.leaf = Dual((g.leaf() > -math.inf).to(g.rules.dtype))
-    out = []
-    for w in range(2, g.n + 1):
-        ways = torch.zeros_like(g.cells(w))
-        for kind, pair in chart.children(w).items():
-            some = joined(*pair).x > 0
-            ways = ways + some.to(ways.dtype) @ rules[kind].mT
-        out.append(ways > 0)
-        chart.put(w, Dual(((ways > 0) & (g.cells(w) > -math.inf)).to(ways.dtype)))
-    return out
+    there = Reachable(kernel.g)  # a sum that is 0 because nothing derives its symbol is right
+    there.rise()
+    found = [s & there.by_item(there.own(there.q, w) > 0) for w, s in enumerate(small, 2)]
+    return items_with(found, lengths)
