@@ -94,7 +94,7 @@ def load_scores(theta, stride, blank, symbol, t, frames, backward, live):
 @quick
 @triton.jit
 def recursion(
-    theta, strides, direction, along, TARGETS, ts, FRAMES, fs, COUNT, cs, A, X, D,
+    theta, sb, st, sv, direction, db, dt, dv, TARGETS, tb, tk, FRAMES, fs, COUNT, cs, A, X, D,
     T, S, V, blank, gamma: tl.float64,
     BLOCK: tl.constexpr, KEEP: tl.constexpr, TANGENT: tl.constexpr,
 ):  # fmt: skip
@@ -105,10 +105,10 @@ def recursion(
     b, backward = tl.program_id(0).to(tl.int64), tl.program_id(1) == 1
     gamma = tl.cast(gamma, tl.float64)
     k = tl.arange(0, BLOCK)
-    frames, count, targets, bad = load_item(TARGETS, ts[0], FRAMES, fs, COUNT, cs, b, T, S)
+    frames, count, targets, bad = load_item(TARGETS, tb, FRAMES, fs, COUNT, cs, b, T, S)
     at, step = tl.where(backward, count - 1 - k, k), tl.where(backward, -1, 1)
-    symbol, wrong = load_symbols(targets, ts[1], at, count, V, blank)
-    before, _ = load_symbols(targets, ts[1], at - step, count, V, blank)
+    symbol, wrong = load_symbols(targets, tk, at, count, V, blank)
+    before, _ = load_symbols(targets, tk, at - step, count, V, blank)
     live = k < count
     repeated = live & (k > 0) & (symbol == before)
 
@@ -123,26 +123,20 @@ def recursion(
     here = (b * 2 + tl.program_id(1)) * T * 2 * width
     # blank k counts from the other end as blank count − k
     to_blank, to_symbol = here + tl.where(backward, count - k, k), here + width + at
-    from_blank, from_symbol = (b * 0 + blank) * strides[2], symbol * strides[2]
-    theta += b * strides[0]
-    own_x, own_y = load_scores(
-        theta, strides[1], from_blank, from_symbol, 0, frames, backward, live
-    )
-    next_x, next_y = load_scores(
-        theta, strides[1], from_blank, from_symbol, 1, frames, backward, live
-    )
-    far_x, far_y = load_scores(
-        theta, strides[1], from_blank, from_symbol, 2, frames, backward, live
-    )
+    from_blank, from_symbol = (b * 0 + blank) * sv, symbol * sv
+    theta += b * sb
+    own_x, own_y = load_scores(theta, st, from_blank, from_symbol, 0, frames, backward, live)
+    next_x, next_y = load_scores(theta, st, from_blank, from_symbol, 1, frames, backward, live)
+    far_x, far_y = load_scores(theta, st, from_blank, from_symbol, 2, frames, backward, live)
     y = tl.full((BLOCK,), -float("inf"), tl.float64)
     x = tl.where(k == 0, 0.0, y)  # as if the first blank were entered from itself
     dx, dy = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
-    direction += b * along[0]
-    along_blank, along_symbol = (b * 0 + blank) * along[2], symbol * along[2]
+    direction += b * db
+    along_blank, along_symbol = (b * 0 + blank) * dv, symbol * dv
     beside = tl.maximum(k - 1, 0)
     for t in tl.range(0, frames, loop_unroll_factor=AHEAD):
         new_x, new_y = load_scores(
-            theta, strides[1], from_blank, from_symbol, t + AHEAD, frames, backward, live
+            theta, st, from_blank, from_symbol, t + AHEAD, frames, backward, live
         )
         z = tl.where(k == 0, -float("inf"), tl.gather(y, beside, 0))
         over = tl.where(repeated, -float("inf"), z)
@@ -159,7 +153,7 @@ def recursion(
             tl.store(X + to_symbol + row, kept_y, mask=live)
         if TANGENT:
             v_x, v_y = load_scores(
-                direction, along[1], along_blank, along_symbol, t, frames, backward, live
+                direction, dt, along_blank, along_symbol, t, frames, backward, live
             )
             dz = tl.where(k == 0, 0.0, tl.gather(dy, beside, 0))
             mean_x = tl.where(in_x, mean(dx, dz, dz, p1, p2, sum_x), 0.0)
@@ -189,7 +183,7 @@ def load_both(X, b, t, T, width, k, inside):
 @quick
 @triton.jit
 def collect(
-    TARGETS, ts, FRAMES, fs, COUNT, cs, X, D, M, T, S, V, blank, gamma: tl.float64,
+    TARGETS, tb, tk, FRAMES, fs, COUNT, cs, X, D, M, T, S, V, blank, gamma: tl.float64,
     BLOCK: tl.constexpr, TOGETHER: tl.constexpr, TANGENT: tl.constexpr,
 ):  # fmt: skip
     """M ``(B, T, V)``: expected visits μ of symbols, or their derivative if ``TANGENT``."""
@@ -197,12 +191,12 @@ def collect(
     b, t = at // T, at % T
     gamma = tl.cast(gamma, tl.float64)
     k = tl.arange(0, BLOCK)
-    frames, count, targets, bad = load_item(TARGETS, ts[0], FRAMES, fs, COUNT, cs, b, T, S)
+    frames, count, targets, bad = load_item(TARGETS, tb, FRAMES, fs, COUNT, cs, b, T, S)
     M += at * V
     for start in range(0, V, BLOCK):
         tl.store(M + start + k, tl.zeros((BLOCK,), M.dtype.element_ty), mask=start + k < V)
     if t < frames:
-        symbol, wrong = load_symbols(targets, ts[1], k, count, V, blank)
+        symbol, wrong = load_symbols(targets, tk, k, count, V, blank)
         bad |= tl.max(wrong.to(tl.int32), 0) > 0
         width = b * 0 + S + 1
         in_x, in_y = k <= count, k < count
@@ -224,7 +218,7 @@ def collect(
         p, q = tl.where(in_x, p, 0.0), tl.where(in_y, q, 0.0).to(M.dtype.element_ty)
         tl.debug_barrier()  # the zeros are there
         for start in range(0, count, TOGETHER):
-            some, _ = load_symbols(targets, ts[1], start + tl.arange(0, TOGETHER), count, V, blank)
+            some, _ = load_symbols(targets, tk, start + tl.arange(0, TOGETHER), count, V, blank)
             same = symbol[:, None] == some[None, :]
             mass = tl.sum(tl.where(same, q[:, None], 0.0), 0)
             tl.store(M + some, mass, mask=some != blank)
@@ -235,13 +229,13 @@ def collect(
 @quick
 @triton.jit
 def inspect(
-    TARGETS, ts, FRAMES, fs, COUNT, cs, GOOD, T, S, V, blank, BLOCK: tl.constexpr
+    TARGETS, tb, tk, FRAMES, fs, COUNT, cs, GOOD, T, S, V, blank, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Which items have no impossible length or symbol, ``(B)``."""
     b = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
-    _, count, targets, bad = load_item(TARGETS, ts[0], FRAMES, fs, COUNT, cs, b, T, S)
-    _, wrong = load_symbols(targets, ts[1], k, count, V, blank)
+    _, count, targets, bad = load_item(TARGETS, tb, FRAMES, fs, COUNT, cs, b, T, S)
+    _, wrong = load_symbols(targets, tk, k, count, V, blank)
     tl.store(GOOD + b, ~(bad | (tl.max(wrong.to(tl.int32), 0) > 0)))
 
 
@@ -254,7 +248,7 @@ class Batch:
         targets, frames, count = constants
         (self.items, self.T, self.V), self.S = theta.shape, targets.shape[1]
         self.theta, self.gamma = theta, gamma
-        self.item = targets, targets.stride(), frames, frames.stride(0), count, count.stride(0)
+        self.item = targets, *targets.stride(), frames, frames.stride(0), count, count.stride(0)
         self.sizes = self.T, self.S, self.V, blank
         block = max(32, triton.next_power_of_2(self.S + 1))
         self.how = {"BLOCK": block, "num_warps": min(16, block // 32), "num_stages": 1}
@@ -269,14 +263,14 @@ class Batch:
         a, theta = self.theta.new_empty(self.items), self.theta
         keep = X is not None
         recursion[(self.items, 2 if keep else 1)](
-            theta, theta.stride(), theta, theta.stride(), *self.item, a, X if keep else a, a,
+            theta, *theta.stride(), theta, *theta.stride(), *self.item, a, X if keep else a, a,
             *self.sizes, self.gamma, KEEP=keep, TANGENT=False, **self.how,
         )  # fmt: skip
         return a
 
     def tangent(self, direction: Tensor, X: Tensor, D: Tensor) -> None:
         recursion[(self.items, 2)](
-            self.theta, self.theta.stride(), direction, direction.stride(), *self.item, X, X, D,
+            self.theta, *self.theta.stride(), direction, *direction.stride(), *self.item, X, X, D,
             *self.sizes, self.gamma, KEEP=True, TANGENT=True, **self.how,
         )  # fmt: skip
 
