@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -534,6 +535,129 @@ def test_switched_off_variables() -> None:
             query()
 
 
+def masked_tree(x: float) -> sx.FactorGraph:
+    """A diagonal, of which no tree has anything."""
+    graph = sx.FactorGraph()
+    arcs = graph.variables(torch.zeros(4, 4, dtype=f64).fill_diagonal_(-x))
+    graph.factor(sx.DependencyTree(randn(4, 4).fill_diagonal_(x)), arcs)
+    graph.budget(arcs[1, 2:], 1)
+    return graph
+
+
+def masked_siblings(x: float) -> sx.FactorGraph:
+    graph, n = sx.FactorGraph(), 4
+    arcs = graph.variables(randn(n, n))
+    i = torch.arange(n)
+    unused = (i == 0) | (i[:, None, None] == i)  # the modifier is the root, or its own head
+    siblings = torch.where(unused, x, randn(n, n, n))
+    scores = torch.zeros(n, n, dtype=f64)
+    graph.factor(sx.DependencyTree(scores, projective=True, siblings=siblings), arcs)
+    graph.budget(arcs[1, 2:], 1)
+    return graph
+
+
+def masked_chain(x: float) -> sx.FactorGraph:
+    """Of 4 and 2 words; the padding of everything is unused."""
+    unary, own, transition = randn(2, 4, 3), randn(2, 4, 3), randn(2, 3, 3, 3)
+    unary[1, 2:], own[1, 2:], transition[1, 1:] = -x, x, x
+    graph = sx.FactorGraph()
+    tags = graph.variables(unary, batch_dims=1)
+    graph.factor(sx.LinearChain(own, transition, lengths=torch.tensor([4, 2])), tags)
+    graph.budget(tags[:, 1], 1)
+    return graph
+
+
+def masked_choice(x: float) -> sx.FactorGraph:
+    """What a factor forbids, of a variable and of the negation of one."""
+    graph = sx.FactorGraph()
+    ids = graph.variables(torch.tensor([0.2, x, -x, 0.4], dtype=f64))
+    own = torch.tensor([0.1, -math.inf, -math.inf, 0.3], dtype=f64)
+    graph.factor(sx.Choice(own), torch.stack([ids[0], ids[1], ~ids[2], ids[3]]))
+    graph.budget(ids, 2)
+    return graph
+
+
+MASKED = (masked_tree, masked_siblings, masked_chain, masked_choice)
+
+
+@pytest.mark.parametrize("make", MASKED, ids=[make.__name__ for make in MASKED])
+@pytest.mark.parametrize("score", [-1e9, 1e8])
+def test_scores_that_nothing_uses_do_not_matter(make, score: float) -> None:  # type: ignore[no-untyped-def]
+    graphs = []
+    for x in (0.0, score):
+        torch.manual_seed(1)
+        graphs.append(make(x))
+    for query in ("sparsemap", "lp_map", "argmax", "marginals"):
+        plain, masked = (getattr(graph, query)() for graph in graphs)
+        torch.testing.assert_close(masked.values, plain.values, atol=1e-9, rtol=0)
+        assert masked.iterations == plain.iterations
+        if query == "argmax":
+            assert torch.equal(masked.exact, plain.exact) and masked.feasible.all()
+
+
+@pytest.mark.parametrize("mask", [-50.0, -1e4, -1e6, -1e12])
+def test_a_very_low_score_is_as_good_as_none(mask: float) -> None:
+    found = []
+    for m in (mask, -math.inf):
+        theta = torch.tensor([[1, m, 0], [0.3, 0.9, 0.2]], dtype=f64, requires_grad=True)
+        graph = sx.FactorGraph()
+        cells = graph.variables(theta)
+        graph.xor(cells)
+        graph.at_most_one(cells.T)
+        mu = graph.sparsemap(tol=1e-10)[cells]
+        (slope,) = torch.autograd.grad((mu * torch.arange(6.0).view(2, 3)).sum(), theta)
+        found.append((mu, slope, graph.lp_map()[cells], graph.argmax()[cells]))
+        assert graph.argmax().exact
+    assert math.isclose(found[0][0][0, 0].item(), 13 / 14, abs_tol=1e-6)
+    torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=0)
+
+
+def test_a_very_high_score_is_as_good_as_a_fixed_variable() -> None:
+    graph = sx.FactorGraph()
+    ids = graph.variables(torch.tensor([1e6, 0.4, 0.3, 0.2], dtype=f64))
+    graph.budget(ids, 2)
+    expected = torch.tensor([1.0, 0.4, 0.3, 0.2], dtype=f64)
+    torch.testing.assert_close(graph.sparsemap()[ids], expected, atol=1e-6, rtol=0)
+
+
+def test_very_low_scores_that_decide() -> None:
+    """In the first item one of two masked variables must be on: how low they are counts."""
+    masks = torch.tensor([[-1e6, -2e6], [-1e6, 0.3]], dtype=f64)
+    rest = torch.tensor([[0.6, 0.5, 0.2, 0.1]] * 2, dtype=f64)
+    graph = sx.FactorGraph()
+    ids = graph.variables(torch.cat([masks, rest], -1), batch_dims=1)
+    graph.xor(ids[:2])
+    graph.at_most_one(ids[2:])
+    best = graph.argmax()
+    assert best.feasible.all()
+    assert best[ids[:2]].tolist() == [[1, 0], [0, 1]] and best[ids[2:]][1].tolist() == [1, 0, 0, 0]
+    mu = graph.sparsemap()[ids]
+    wanted = torch.tensor([[1, 0], [0, 1]], dtype=f64)
+    torch.testing.assert_close(mu[:, :2], wanted, atol=1e-5, rtol=0)
+    alone = sx.sparsemax(rest[1])
+    torch.testing.assert_close(mu[1, 2:], alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("query", ["sparsemap", "lp_map"])
+def test_warns_of_no_agreement(query: str) -> None:
+    graph = sx.FactorGraph()
+    ids = graph.variables(torch.zeros(2))
+    graph.xor(ids)
+    graph.budget(ids, 0)
+    with pytest.warns(RuntimeWarning, match=r"factors are still .* 0\.25.*contradict") as caught:
+        getattr(graph, query)()
+    assert len(caught) == 1 and caught[0].filename == __file__
+    graph = sx.FactorGraph()
+    ids = graph.variables(torch.tensor([[0.0, -1.0], [9.0, 8.5]], dtype=f64), batch_dims=1)
+    graph.at_most_one(ids)
+    with pytest.warns(RuntimeWarning, match=r"after 1 steps the factors of item \d .*max_iter"):
+        getattr(graph, query)(max_iter=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        getattr(graph, query)()
+        getattr(graph, query)(max_iter=5, tol=10.0)  # as good as was asked for
+
+
 @pytest.mark.parametrize(
     ("act", "message"),
     [
@@ -555,6 +679,22 @@ def test_switched_off_variables() -> None:
         (lambda g, v: g.knapsack(v, [1, 2.5, 1, 1], 3), "4 whole numbers"),
         (lambda g, v: g.knapsack(v[0], [1], 3), "ids \\(..., n\\)"),
         (lambda g, v: g.pairwise(v[0], v[1], 0.5), "scores must be a tensor, got float"),
+        (lambda g, v: g.pairwise(v[:2], v[:3], torch.zeros(())), r"one shape, got \(2,\), \(3,\)"),
+        (lambda g, v: g.implication(), "implication: ids are needed"),
+        (lambda g, v: g.implication(v[:2], v[:3]), "implication: the ids must be of one shape"),
+        (lambda g, v: g.factor(torch.zeros(4), v), "a structure is needed, .* got Tensor"),
+        (lambda g, v: g.budget(v, 1, 2), "bounds must be .* at least 2 and at most 1"),
+        (lambda g, v: g.budget(v, -1), "bounds must be .* at least 0 and at most -1"),
+        (lambda g, v: g.budget(v, 1.5), "bounds must be whole numbers, .* at most 1.5"),
+        (lambda g, v: g.budget(v, 9, 5), "n at least 5"),
+        (lambda g, v: g.marginals(damping=2.0), "damping must be .* got 2.0"),
+        (lambda g, v: g.marginals(damping=1.0), "damping must be .* got 1.0"),
+        (lambda g, v: g.marginals(damping=-0.1), "damping must be .* got -0.1"),
+        (lambda g, v: g.marginals(rounds=0), "marginals: rounds must be at least 1, got 0"),
+        (lambda g, v: g.marginals(tol=-1.0), "marginals: tol must not be negative, got -1.0"),
+        (lambda g, v: g.sparsemap(max_iter=0), "sparsemap: max_iter must be at least 1, got 0"),
+        (lambda g, v: g.lp_map(tol=-1.0), "lp_map: tol must not be negative, got -1.0"),
+        (lambda g, v: g.argmax(tol=math.nan), "argmax: tol must not be negative, got nan"),
     ],
 )
 def test_errors(act, message: str) -> None:  # type: ignore[no-untyped-def]

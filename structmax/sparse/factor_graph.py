@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +21,11 @@ from structmax.structures.hyperpath import Hyperpath
 LARGE = 50.0  # what scores are scaled down to: with larger ones LP-SparseMAP takes many steps
 FIXED = 4.0  # a score that fixes a variable where all others are at most 1
 CERTAIN = 1e-5  # of the largest score: rounding
+BEYOND = 30.0  # so many times as large as the rest, a score is a mask: more of it changes nothing
+APART = 1e-3  # a residual that is no matter of digits
+
+
+Result = TypeVar("Result", bound="GraphResult")
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,18 @@ class FactorGraph:
                 f"{int(torch.where(ids < 0, ~ids, ids).max())}."
             )
 
+    def _together(self, factor: str, *ids: Tensor) -> tuple[Tensor, ...]:
+        """Ids of one shape."""
+        for given in ids:
+            self._check_ids(factor, given)
+        try:
+            return torch.broadcast_tensors(*ids)
+        except RuntimeError:
+            raise ValueError(
+                f"FactorGraph.{factor}: the ids must be of one shape, got "
+                f"{', '.join(str(tuple(given.shape)) for given in ids)}."
+            ) from None
+
     def factor(self, structure: Structure, ids: Tensor) -> None:
         """A structure whose parts are variables: ``ids`` is ``(*factors, *parts)``.
 
@@ -132,6 +152,11 @@ class FactorGraph:
         the whole batch. Its primary scores add to those of the variables. No part may be in it
         more than once, since variables are 0 or 1.
         """
+        if not isinstance(structure, Structure):
+            raise ValueError(
+                "FactorGraph.factor: a structure is needed, such as sx.LinearChain(...), got "
+                f"{type(structure).__name__}."
+            )
         self._check_ids("factor", ids)
         event = len(structure.event_shape)
         if ids.shape[ids.dim() - event :] != structure.event_shape:
@@ -156,7 +181,7 @@ class FactorGraph:
 
     def _count_factor(self, name: str, ids: Tensor, least: int, most: int) -> None:
         self._check_ids(name, ids)
-        if not ids.dim() or not 0 <= least <= min(most, ids.shape[-1]):
+        if not ids.dim() or least > ids.shape[-1]:
             raise ValueError(
                 f"FactorGraph.{name}: ids must be (..., n) with n at least {max(least, 1)}, got "
                 f"{tuple(ids.shape)}."
@@ -179,21 +204,31 @@ class FactorGraph:
 
     def budget(self, ids: Tensor, most: int, least: int = 0) -> None:
         """At most (and at least) so many of n are on: ``(..., n)``."""
+        try:
+            least, most = operator.index(least), operator.index(most)
+            fine = 0 <= least <= most
+        except TypeError:
+            fine = False
+        if not fine:
+            raise ValueError(
+                "FactorGraph.budget: the bounds must be whole numbers, 0 <= least <= most, got at "
+                f"least {least} and at most {most}."
+            )
         self._count_factor("budget", ids, least, most)
 
     def implication(self, *ids: Tensor) -> None:
         """If all but the last are on, so is the last; tensors of one shape each."""
-        for given in ids:
-            self._check_ids("implication", given)
-        *causes, effect = torch.broadcast_tensors(*ids)
+        if not ids:
+            raise ValueError(
+                "FactorGraph.implication: ids are needed, of the causes and last of the effect."
+            )
+        *causes, effect = self._together("implication", *ids)
         self.or_(torch.stack([*[~cause for cause in causes], effect], -1))
 
     def pairwise(self, first: Tensor, second: Tensor, scores: Tensor) -> None:
         """A score that counts if both are on: ``(*batch, ...)`` or as the ids."""
-        for given in (first, second):
-            self._check_ids("pairwise", given)
+        first, second = self._together("pairwise", first, second)
         checks.scores("FactorGraph.pairwise", "scores", scores, 0, "(*batch, ...)")
-        first, second = torch.broadcast_tensors(first, second)
         ids = torch.stack([first, second], -1)
         zeros = self._scores[0].new_zeros(*self._batch, *ids.shape)
         shape = (*self._batch, *first.shape)
@@ -231,19 +266,31 @@ class FactorGraph:
         quadratic term. On the faces where they come to rest μ is linear in the scores: the backward
         pass projects onto the moves that all of these faces allow, and so does the backward pass of
         the backward pass. The second derivative of μ is zero.
-        """
-        problem = self._problem("sparsemap")
-        mu, residual, iterations = problem.sparsemap(max_iter, tol)
-        return GraphResult(mu.to(self._scores[0].dtype), residual, iterations)
 
-    @torch.no_grad()
+        Warns where the factors do not come to an agreement: they need more steps, or contradict
+        each other. To forbid something use −inf rather than a very low score: where that cannot be
+        avoided, or is one of a structure's additional scores, precision is relative to it.
+        """
+        _check_steps("sparsemap", max_iter, tol)
+
+        def solve(problem: Consensus) -> GraphResult:
+            mu, residual, iterations = problem.sparsemap(max_iter, tol)
+            return GraphResult(mu.to(self._scores[0].dtype), residual, iterations)
+
+        answer = self._solved("sparsemap", solve)
+        _warn_apart("sparsemap", answer, tol)
+        return answer
+
     def lp_map(self, max_iter: int = 5000, tol: float = 1e-6) -> GraphResult:
         """The maximum of ⟨θ, μ⟩ over what the factors allow: an upper bound of the best score.
 
-        Where μ is 0/1 it is the best assignment. Not differentiable.
+        Where μ is 0/1 it is the best assignment. Not differentiable. Warns as ``sparsemap`` does.
         """
-        problem = self._problem("lp_map")
-        return self._lp_map(problem, max_iter, tol)[0]
+        _check_steps("lp_map", max_iter, tol)
+        with torch.no_grad():
+            answer = self._solved("lp_map", lambda p: self._lp_map(p, max_iter, tol)[0])
+        _warn_apart("lp_map", answer, tol)
+        return answer
 
     def _lp_map(self, problem: Consensus, max_iter: int, tol: float) -> tuple[GraphResult, Tensor]:
         y, residual, iterations = problem.solve(max_iter, tol)
@@ -258,7 +305,10 @@ class FactorGraph:
         so often that all are decided. ``exact`` says which items are known to be optimal, since
         their score is the upper bound, ``feasible`` which assignments every factor allows.
         """
-        problem = self._problem("argmax")
+        _check_steps("argmax", max_iter, tol)
+        return self._solved("argmax", lambda p: self._rounded(p, max_iter, tol))
+
+    def _rounded(self, problem: Consensus, max_iter: int, tol: float) -> Assigned:
         first, y = self._lp_map(problem, max_iter, tol)
         answer = first
         for _ in range(self._count):
@@ -282,37 +332,74 @@ class FactorGraph:
         """P(variable is on), by sum-product belief propagation.
 
         Exact where the graph is a tree and there are enough rounds for news to cross it. In a graph
-        with loops an approximation that need not settle; ``damping`` (0 to 1) keeps that part of
-        the old messages. Gradients flow through the rounds that were made.
+        with loops an approximation that need not settle; ``damping`` (0 to below 1) keeps that
+        part of the old messages. Gradients flow through the rounds that were made.
         """
+        _check_steps("marginals", rounds, tol, "rounds")
+        if not 0 <= damping < 1:
+            raise ValueError(
+                "FactorGraph.marginals: damping must be at least 0, and below 1 for the messages "
+                f"to move, got {damping}."
+            )
         for factor in self._factors:
             if factor.structure.smoothing.code != Shannon().code:
                 raise ValueError(
                     "FactorGraph.marginals: belief propagation is over Gibbs distributions, so "
                     f"every factor needs sx.Shannon(1.0), got {factor.structure}."
                 )
-        problem = self._problem("marginals")
+        problem, _ = self._problem("marginals")
         return problem.propagate(rounds, damping, tol, self._scores[0].dtype)
 
     def _theta(self) -> Tensor:
-        """The scores of the variables, ``(*batch, V)``, those of the factors included."""
+        """The scores of the variables, ``(*batch, V)``, those of the factors included; 0 where a
+        factor leaves a variable no choice, since there it is the same for all."""
         if not self._scores:
             raise ValueError("FactorGraph: there are no variables. Use variables(scores).")
         theta = torch.cat([s.double() for s in self._scores], -1)
+        decided = torch.zeros_like(theta, dtype=torch.int64)
         for factor in self._factors:
-            own = factor.scores(torch.Size([*self._batch, len(factor.ids)]))
+            shape = torch.Size([*self._batch, len(factor.ids)])
+            own, ids = factor.scores(shape), factor.ids
             if own is not None:
-                ids = factor.ids
+                positive = torch.where(ids < 0, ~ids, ids)
                 signed = torch.where(ids < 0, -own, own).double()
-                theta = theta.index_add(-1, torch.where(ids < 0, ~ids, ids), signed)
-        return theta
+                theta = theta.index_add(-1, positive, signed)
+                decided = decided.index_add(-1, positive, factor.never(shape).long())
+        return torch.where((decided > 0) & theta.isfinite(), 0.0, theta)
 
-    def _problem(self, query: str) -> Consensus:
-        """What the factors have to agree on, with the scores of each item scaled."""
+    def _solved(self, query: str, solve: Callable[[Consensus], Result]) -> Result:
+        """What ``solve`` makes of the problem with bounded scores.
+
+        Where the answer has a variable off of which the score was raised, and on where it was
+        lowered, it is that of the scores as they are too: no other gains from the difference, and
+        it loses nothing. Items where that is not so are solved again without bounds.
+        """
+        problem, bounded = self._problem(query)
+        answer = solve(problem)
+        wanted = (problem.theta > 0).to(answer.values)
+        beyond = (bounded & ((answer.values - wanted).detach().abs() > 1e-4)).any(-1)
+        if not bool(beyond.any()):
+            return answer
+        return solve(self._problem(query, beyond)[0])
+
+    def _problem(self, query: str, as_it_is: Tensor | None = None) -> tuple[Consensus, Tensor]:
+        """What the factors have to agree on, with the scores of each item scaled, and of which
+        variables ``(*batch, V)`` the score was bounded: not in items ``as_it_is``."""
         theta, factors = self._theta(), self._factors
-        largest = torch.where(theta.isfinite(), theta, 0.0).detach().abs().amax(-1)
+        size = torch.where(theta.isfinite(), theta, 0.0).detach().abs()
+        additional = torch.zeros_like(size[..., 0])
         for factor in factors:
-            largest = torch.maximum(largest, factor.largest(self._batch))
+            additional = torch.maximum(additional, factor.largest(self._batch))
+        bounded = torch.zeros_like(size, dtype=torch.bool)
+        if query != "marginals":
+            bound = _bound(size, additional.clamp(min=1) if query == "sparsemap" else additional)
+            if as_it_is is not None:
+                bound = torch.where(as_it_is, torch.inf, bound)
+            bounded = size > bound[..., None]
+            sign = torch.where(theta.detach() > 0, 1.0, -1.0)
+            theta = torch.where(bounded, sign * bound[..., None], theta)
+            size = torch.minimum(size, bound[..., None])
+        largest = torch.maximum(additional, size.amax(-1))
         scale = torch.ones_like(largest)
         if query == "sparsemap":  # between the size of the scores and that of the quadratic term
             scale = torch.minimum(largest.clamp(min=1).rsqrt(), LARGE / largest)
@@ -327,7 +414,7 @@ class FactorGraph:
         problem = Consensus(theta * scale[..., None], factors, curvature[..., None])
         if checks.can_look():
             self._check_off(problem)
-        return problem
+        return problem, bounded
 
     def _check_off(self, problem: Consensus) -> None:
         if bool((problem.off & problem.negated).any()):
@@ -353,3 +440,37 @@ class Assigned(GraphResult):
 
 def _undecided(values: Tensor) -> Tensor:
     return (values - values.round()).abs() > 1e-3
+
+
+def _bound(size: Tensor, least: Tensor) -> Tensor:
+    """Where scores of size ``(*batch, V)`` fall into many of a size and a few far beyond it: what
+    is enough for those, ``(*batch)``, inf where there are none. ``least`` is a size that counts
+    in any case."""
+    ordered = size.sort(-1)[0]
+    floor = torch.maximum(least, ordered[..., ordered.shape[-1] // 4])[..., None]
+    ordered = torch.maximum(torch.cat([floor, ordered], -1), floor)
+    gap = (ordered[..., :-1] > 0) & (ordered[..., 1:] > BEYOND * ordered[..., :-1])
+    return torch.where(gap, BEYOND * ordered[..., :-1], torch.inf).amin(-1)
+
+
+def _check_steps(query: str, steps: Any, tol: Any, name: str = "max_iter") -> None:
+    if not steps >= 1:
+        raise ValueError(f"FactorGraph.{query}: {name} must be at least 1, got {steps}.")
+    if not tol >= 0:
+        raise ValueError(f"FactorGraph.{query}: tol must not be negative, got {tol}.")
+
+
+def _warn_apart(query: str, answer: GraphResult, tol: float) -> None:
+    """Says so if the factors of some item are far from agreement."""
+    residual = answer.residual.detach()
+    if not checks.can_look() or not residual.numel() or float(residual.max()) <= max(tol, APART):
+        return
+    worst = tuple(int(i) for i in torch.unravel_index(residual.argmax(), residual.shape))
+    item = f" of item {worst[0] if len(worst) == 1 else worst}" if worst else ""
+    warnings.warn(
+        f"FactorGraph.{query}: after {answer.iterations} steps the factors{item} are still apart, "
+        f"with a residual of {float(residual.max()):.2g}. Either there were too few steps "
+        "(max_iter), or the factors contradict each other, so that no point fits them all.",
+        RuntimeWarning,
+        stacklevel=3,
+    )

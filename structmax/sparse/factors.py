@@ -76,17 +76,25 @@ class Factor:
         return _per_item(fits, batch).all(-1), _per_item(lost.double(), batch).sum(-1)
 
     def scores(self, shape: torch.Size) -> Tensor | None:
-        """The structure's own scores of its parts, ``(*batch, T)``; what it forbids counts 0."""
+        """The structure's own scores of its parts, ``(*batch, T)``; what it never has counts 0."""
         primary = self.structure.primary
         return torch.where(primary.abs() < math.inf, primary, 0.0).reshape(shape)
 
+    def never(self, shape: torch.Size) -> Tensor:
+        """Which parts no structure has, whatever the scores of the variables, ``(*batch, T)``."""
+        primary = self.structure.primary.detach()
+        return (~self.structure._usable_parts() | (primary == -math.inf)).reshape(shape)
+
     def largest(self, batch: torch.Size) -> Tensor:
-        """The largest score by magnitude, ``(*batch)``; scores that are not finite count 0."""
+        """The largest additional score by magnitude, ``(*batch)``; those that are not finite, and
+        those in the padding, count 0."""
         largest = self.structure.primary.new_zeros(batch, dtype=torch.float64)
-        for t, event in self.structure._tensors().values():
-            if t.is_floating_point() and t.numel():
-                t = t.detach().expand(self.structure.batch_shape + t.shape[t.dim() - event :])
-                t = torch.where(t.isfinite(), t.abs().double(), 0.0)
+        parts = self.structure._parts()
+        if len(parts) == 1:
+            return largest
+        for t in self.structure._unpack(self.structure._pack(parts))[1:]:
+            t = torch.where(t.isfinite(), t.detach().abs().double(), 0.0)
+            if t.numel():
                 largest = torch.maximum(largest, _per_item(t, batch).amax(-1))
         return largest
 
