@@ -467,7 +467,7 @@ def test_bad_forms() -> None:
     subset = sx.KSubset(randn(4), (1, 2))
     fails(lambda: subset.score(torch.ones(4)), "KSubset", "between 1 and 2")
     derived = sx.Hyperpath(diamond(), randn(12), smoothing=sx.Gini())
-    fails(lambda: derived.log_prob(torch.ones(12)), "Hyperpath", "not a derivation", "item 0")
+    fails(lambda: derived.log_prob(torch.ones(12)), "Hyperpath: z is not a derivation", "1.0, 1.0")
 
 
 def test_padding_of_spans() -> None:

@@ -136,7 +136,8 @@ def at_least(owner: Any, option: str, least: float, strict: bool = False) -> Non
     kinds = int if isinstance(least, int) else (int, float)
     good = isinstance(value, kinds) and not isinstance(value, bool)
     if not good or not (value > least if strict else value >= least) or value == math.inf:
-        number = "an integer" if kinds is int else "a finite number"
+        number = "an integer" if kinds is int else "a number"
+        number = "a finite number" if value == math.inf else number
         limit = f"above {least}" if strict else f"of at least {least}"
         raise ValueError(
             f"{type(owner).__name__}: {option} must be {number} {limit}, got {value!r}."
