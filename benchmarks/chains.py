@@ -27,24 +27,38 @@ from benchmarks.harness import (
 
 # -- log-partition and marginals -----------------------------------------------------------------
 
+IN_A_ROW = 20  # calls; a host that is ahead of its GPU
+
 
 def chain(device: torch.device, batch: int, n: int, c: int, backward: bool = True) -> Trial:
     """A, or A and μ, with a transition matrix for each step."""
     unary = torch.randn(batch, n, c, device=device)
     transition = torch.randn(batch, n - 1, c, c, device=device)
 
+    scores = [unary, transition]
+
     @torch.no_grad()
-    def run(validate_args: bool | None = None) -> Answer:
-        structure = sx.LinearChain(unary, transition, validate_args=validate_args)
+    def run(validate_args: bool | None = None, scores: list[Tensor] = scores) -> Answer:
+        structure = sx.LinearChain(*scores, validate_args=validate_args)
         mu = structure.marginals() if backward else None
         return structure.log_partition(), mu
 
     contenders = [ours("", run), ours("validate_args=False", partial(run, False))]
     if device.type == "cuda":
+        half = [unary.bfloat16(), transition.bfloat16()]
         contenders.append(ours("in a CUDA graph", graphed(run)))
+        contenders.append(ours("bfloat16, validate_args=False", partial(run, False, half)))
+        contenders.append(ours("bfloat16, in a CUDA graph", graphed(partial(run, None, half))))
         room = torch.empty_like(transition)
         copy = partial(room.copy_, transition)
         contenders.append(Contender("copy of the potentials", copy, "yardstick"))
+        for name, work, kind in (
+            ("structmax, validate_args=False", partial(run, False), "ours"),
+            ("copy of the potentials", copy, "yardstick"),
+        ):
+            contenders.append(
+                Contender(f"{name}, one of {IN_A_ROW} in a row", work, kind, calls=IN_A_ROW)
+            )
     potentials = _for_torch_struct(unary, transition)
     theirs = partial(torch_struct, "LinearChainCRF", potentials, backward=backward)
     contenders += _by_torch_struct(theirs, backward)
@@ -201,6 +215,7 @@ CHAINS = {
     "large 16x256x32": "cpu",
     "large 256x128x32": "cuda",
     "large 256x128x64": "cuda",
+    "large 64x4096x32": "cuda",
 }
 TAGGERS = {
     "small 8x16x8": "cpu cuda",

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,17 @@ class OutOfTime(BaseException):
 
 @dataclass(frozen=True)
 class Contender:
-    """``run`` is what is timed; None if it cannot be here, and ``why`` says why."""
+    """``run`` is what is timed; None if it cannot be here, and ``why`` says why.
+
+    With ``calls`` above 1 the time is that of one of so many in a row: as in a training loop, a GPU
+    is still busy with one while the host prepares the next.
+    """
 
     name: str
     run: Callable[[], Any] | None
     kind: str = "peer"  # or "ours" or "yardstick"
     why: str = "not installed"
+    calls: int = 1
 
 
 def ours(name: str, run: Callable[[], Any]) -> Contender:
@@ -224,10 +230,12 @@ def _row(
         row.note = f"skipped: {contender.why}"
         return row
     try:
-        times = measure(contender.run, device, repeat, seconds)
+        run, calls = contender.run, contender.calls
+        taken = measure(partial(_in_a_row, run, calls), device, repeat, seconds)
+        times = [t / calls for t in taken]
         row.runs, row.median_ms = len(times), statistics.median(times)
         row.low_ms, row.high_ms = _quartiles(times)
-        row.peak_mib = peak_memory(contender.run, device)
+        row.peak_mib = peak_memory(run, device)
     except (torch.OutOfMemoryError, MemoryError):
         row.note = "out of memory"
     except Exception as reason:  # a peer that fails at what it is asked for
@@ -235,6 +243,11 @@ def _row(
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return row
+
+
+def _in_a_row(run: Callable[[], Any], calls: int) -> None:
+    for _ in range(calls):
+        run()
 
 
 def _quartiles(times: list[float]) -> tuple[float, float]:

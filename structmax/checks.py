@@ -8,6 +8,7 @@ capturing a CUDA graph.
 from __future__ import annotations
 
 import math
+import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -40,6 +41,23 @@ def number(owner: str, name: str, value: object, hint: str = "") -> float:
     except (TypeError, ValueError, RuntimeError):
         pass
     raise ValueError(f"{owner}: {name} must be a number, got {value!r}.")
+
+
+def index(owner: str, name: str, value: object) -> int:
+    """A whole number, also one of numpy or a tensor of one; no bool."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise ValueError(f"{owner}: {name} must be a whole number, got {value!r}.")
+
+
+def holds_integers(given: object) -> bool:
+    """Whether it is a tensor of integers; bool is none."""
+    if not isinstance(given, Tensor) or given.dtype == torch.bool:
+        return False
+    return not given.is_floating_point() and not given.is_complex()
 
 
 def as_tensor(owner: str, name: str, given: object, device: torch.device) -> Tensor:
@@ -103,7 +121,7 @@ def batch_shape(owner: str, **tensors: tuple[Tensor | None, int]) -> torch.Size:
 def lengths(owner: str, given: Tensor | Sequence[int], device: torch.device) -> Tensor:
     """Lengths as an integer tensor."""
     tensor = torch.as_tensor(given, device=None if isinstance(given, Tensor) else device)
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+    if not holds_integers(tensor):
         raise ValueError(f"{owner}: lengths must be integers, got {tensor.dtype}.")
     return tensor
 

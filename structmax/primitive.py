@@ -213,6 +213,8 @@ class Primitive:
             leaves = [s if watch else recordable(s).requires_grad_() for s in scores]
             a = self.naive(leaves, [recordable(c) for c in constants], key, omega)
             feasible = torch.where(a == -torch.inf, 0.0, a).sum()
+            if not feasible.requires_grad:  # A is constant
+                return [a, *[torch.zeros_like(s) for s in scores]]
             mu = torch.autograd.grad(feasible, leaves, create_graph=watch, materialize_grads=True)
         return [a.detach(), *mu]
 

@@ -99,8 +99,20 @@ def chain(batch: int, n: int, c: int) -> None:
     unary, transition = torch.randn(batch, n, c), torch.randn(c, c)
     s = sx.LinearChain(unary.to(DEVICE), transition.to(DEVICE))
     s.marginals(), s.argmax_tags(), s.sample()
+    s.log_prob(s.argmax_tags()), s._per_step().log_prob(s.argmax_tags())
     if c < 8:
         s.sparsemap(init=s.sparsemap(max_iter=2)), s.sparsemap(penalize="all")
+
+
+def chain_in_pieces(batch: int, n: int, c: int) -> None:
+    """As if it were long."""
+    from structmax.forest.chain import gpu_long
+
+    before, (gpu_long.LONG, gpu_long.SIZE) = (gpu_long.LONG, gpu_long.SIZE), (2, 3)
+    try:
+        chain(batch, n, c)
+    finally:
+        gpu_long.LONG, gpu_long.SIZE = before
 
 
 def tree(n: int) -> None:
@@ -126,6 +138,18 @@ def maps(rows: int, width: int) -> None:
     (sx.csoftmax(x, bounds) ** 2).sum().backward()
 
 
+def losses(rows: int, width: int) -> None:
+    for alpha in (1.25, 1.5, 2.0):
+        x = torch.randn(rows, width, device=DEVICE, requires_grad=True)
+        target = torch.randint(width, (rows,), device=DEVICE)
+        sx.losses.entmax_loss(x, target, alpha).sum().backward()
+
+
+def ctc(frames: int, symbols: int) -> None:
+    scores = torch.randn(3, frames, symbols, device=DEVICE).log_softmax(-1)
+    sx.CTC(scores, torch.randint(1, symbols, (3, 4), device=DEVICE)).marginals()
+
+
 def soft_dtw_in_blocks(n: int, m: int) -> None:
     """As if one program had room for 8 rows only."""
     from structmax.forest.grid import gpu
@@ -147,9 +171,12 @@ def soft_dtw(n: int, m: int) -> None:
 WORK: dict[str, Callable[[], None]] = {
     **{row: partial(structure, row) for row in STRUCTURES},
     **{f"chain {size}": partial(chain, *size) for size in ((3, 7, 5), (2, 9, 33))},
+    **{f"chain in pieces {size}": partial(chain_in_pieces, *size) for size in ((3, 7, 5),)},
     **{f"tree {n}": partial(tree, n) for n in (5, 17)},
     **{f"maps {size}": partial(maps, *size) for size in ((3, 7), (5, 131), (2, 1025))},
+    **{f"losses {size}": partial(losses, *size) for size in ((3, 7), (2, 1025))},
     **{f"soft-DTW {size}": partial(soft_dtw, *size) for size in ((7, 5), (33, 70))},
+    "CTC on the device": partial(ctc, 11, 7),  # its targets are looked at where they are
     "soft-DTW in blocks": partial(soft_dtw_in_blocks, 33, 21),
 }
 

@@ -548,6 +548,34 @@ def test_conditions_without_lengths() -> None:
         torch.testing.assert_close(p, s.marginals()[i, j])
 
 
+def test_ctc_third_derivative_beside_nan() -> None:
+    """What no path meets, in the padding or before it, reaches no derivative, the third neither."""
+    targets = torch.tensor([[1, 2], [1, 1], [2, 1]])
+    frames, symbols = torch.tensor([3, 4, 5]), torch.tensor([2, 2, 1])
+    clean = randn(3, 5, 4)
+    usable = sx.CTC(clean, targets, frames, symbols)._usable_parts()
+    weights = randn(2, 3, 5, 4)
+    found = []
+    for x in (clean, clean.masked_fill(~usable, math.nan)):
+        x = x.clone().requires_grad_()
+        mu = sx.CTC(x, targets, frames, symbols).marginals()
+        (second,) = torch.autograd.grad((mu * weights[0]).sum(), x, create_graph=True)
+        found.append((mu, second, *torch.autograd.grad((second * weights[1]).sum(), x)))
+    torch.testing.assert_close(found[1], found[0])
+    assert found[0][2].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("shift", [1e4, -1e4])
+def test_ctc_of_many_frames_far_from_zero(shift: float) -> None:
+    """Sums of a thousand large scores, of which only the differences count."""
+    theta = (randn(2, 1000, 4) * 4).round() / 4
+    targets = torch.randint(1, 4, (2, 200), generator=torch.Generator().manual_seed(0))
+    near, far = (sx.CTC(x, targets) for x in (theta, theta + shift))
+    torch.testing.assert_close(far.marginals(), near.marginals(), atol=1e-10, rtol=0)
+    value = far.log_partition() - 1000 * shift
+    torch.testing.assert_close(value, near.log_partition(), atol=1e-8, rtol=0)
+
+
 def test_ctc_condition() -> None:
     s = sx.CTC(randn(5, 3), torch.tensor([1, 1]))
     for t, v in itertools.product(range(5), range(2)):
@@ -628,6 +656,9 @@ ERRORS: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "large": (lambda: sx.Alignment(torch.zeros(30, 30)).enumerate_support(), ["30 × 30", "many"]),
     "ctc targets": (lambda: sx.CTC(x, x), ["targets", "integers", "float32"]),
+    "ctc bool": (lambda: sx.CTC(x, targets.bool()), ["targets", "integers", "torch.bool"]),
+    "ctc complex": (lambda: sx.CTC(x, targets * 1j), ["targets", "integers", "complex"]),
+    "ctc blank is none": (lambda: sx.CTC(x, targets, blank=0.5), ["blank", "whole number", "0.5"]),
     "ctc blank": (lambda: sx.CTC(x, targets, blank=4), ["blank", "between 0 and 3", "4"]),
     "ctc symbol": (
         lambda: sx.CTC(x, targets + 2),

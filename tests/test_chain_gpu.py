@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 import structmax as sx
-from structmax.forest.chain import ops
+from structmax.forest.chain import gpu_long, ops
 from structmax.primitive import backend
 
 # The interpreter computes with numpy, which warns of log 0 and of NaN.
@@ -29,9 +29,14 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 INF = math.inf
 
 
-@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
+@pytest.fixture(params=["float64", "float32", "float32 in pieces"])
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """In pieces: by the kernels of long chains, pieces having three steps."""
+    name, *pieces = request.param.split(" ", 1)
+    if pieces:
+        monkeypatch.setattr(gpu_long, "LONG", 2)
+        monkeypatch.setattr(gpu_long, "SIZE", 3)
+    return getattr(torch, name)
 
 
 def scores(
@@ -363,14 +368,20 @@ def test_loss_of_scores_far_from_zero() -> None:
         torch.testing.assert_close(loss.double(), exact, atol=1e-5, rtol=1e-6)
 
 
-def test_start_end_and_loss() -> None:
-    unary, transition = scores(3, 5, 4, torch.float64)
+@pytest.mark.parametrize("shared", [False, True], ids=["per-step", "shared"])
+@pytest.mark.parametrize("n", [2, 5, 131])
+def test_start_end_and_loss(n: int, shared: bool, dtype: torch.dtype) -> None:
+    """The padding of tags holds anything."""
+    unary, transition = scores(3, n, 4, dtype, shared=shared)
     g = torch.Generator().manual_seed(2)
-    ends = torch.randn(2, 3, 4, generator=g, dtype=torch.float64).to(DEVICE)
-    tags = torch.randint(4, (3, 5), generator=g).to(DEVICE)
-    theta, lengths = [unary, transition, *ends], ragged(3, 5)
+    ends = torch.randn(2, 3, 4, generator=g, dtype=dtype).to(DEVICE)
+    lengths = torch.tensor([n, (n + 1) // 2, 1], device=DEVICE)
+    tags = torch.randint(4, (n, 3), generator=g).to(DEVICE).T
+    tags = tags.where(torch.arange(n, device=DEVICE) < lengths[:, None], 99)
     answers = []
     for name in ("gpu", "naive"):
+        wide = dtype if name == "gpu" else torch.float64
+        theta = [t.to(wide) for t in (unary, transition, *ends)]
         with backend(name):
             first = ops.chain.gradient_op(theta, [lengths], "", SHANNON)
             second = ops.chain.hvp_op(theta, theta, [lengths], "", SHANNON)
@@ -379,6 +390,22 @@ def test_start_end_and_loss() -> None:
             answers.append([*first, *second, *loss, alone])
     for mine, reference in zip(*answers, strict=True):
         close(mine, reference)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["per-step", "shared"])
+@pytest.mark.parametrize("wrong", [-1, 4])
+def test_a_tag_that_there_is_not(wrong: int, shared: bool) -> None:
+    """Where nobody looks at tags the loss of that item is NaN, and nothing else is touched."""
+    unary, transition = scores(3, 5, 4, torch.float32, shared=shared)
+    tags = torch.ones(3, 5, dtype=torch.long, device=DEVICE)
+    args = with_ends(unary, transition), [full(unary), tags], "", SHANNON
+    with backend("gpu"):
+        clean = ops.chain_loss.gradient_op(*args)
+        tags[1, 2] = wrong
+        loss = ops.chain_loss.gradient_op(*args)
+    assert loss[0].isnan().tolist() == [False, True, False]
+    for mine, reference in zip(loss, clean, strict=True):
+        assert torch.equal(mine[::2], reference[::2])
 
 
 @pytest.mark.gpu

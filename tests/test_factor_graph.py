@@ -612,6 +612,35 @@ def test_a_very_low_score_is_as_good_as_none(mask: float) -> None:
     torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("mask", [-1e4, -1e9, -1e30])
+def test_most_scores_may_be_very_low(mask: float) -> None:
+    """A ragged batch whose padding is switched off by a number, up to 18 of 20 variables."""
+    torch.manual_seed(0)
+    theta = torch.randn(3, 20, dtype=f64)
+    padding = torch.arange(20) >= torch.tensor([20, 5, 2])[:, None]
+    found = []
+    for off in (mask, -math.inf):
+        graph = sx.FactorGraph()
+        ids = graph.variables(theta.masked_fill(padding, off), batch_dims=1)
+        graph.xor(ids)
+        best = graph.argmax()
+        assert best.exact.all()
+        found.append((graph.sparsemap()[ids], graph.lp_map()[ids], best[ids]))
+    torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=0)
+
+
+def test_sparse_means_zeros() -> None:
+    """Values are between 0 and 1, and exactly 0 or 1 where every factor says so."""
+    torch.manual_seed(1)
+    graph = sx.FactorGraph()
+    ids = graph.variables(3 * torch.randn(6, 8, 3, dtype=f64), batch_dims=1)
+    graph.factor(sx.LinearChain(torch.zeros(8, 3, dtype=f64), torch.randn(3, 3, dtype=f64)), ids)
+    graph.budget(ids[:, 1], 2)
+    mu = graph.sparsemap()[ids]
+    assert mu.min() == 0 and mu.max() == 1
+    assert (mu[(mu < 1e-4) | (mu > 1 - 1e-4)].unique().tolist()) == [0, 1]
+
+
 def test_a_very_high_score_is_as_good_as_a_fixed_variable() -> None:
     graph = sx.FactorGraph()
     ids = graph.variables(torch.tensor([1e6, 0.4, 0.3, 0.2], dtype=f64))
@@ -631,7 +660,8 @@ def test_very_low_scores_that_decide() -> None:
     best = graph.argmax()
     assert best.feasible.all()
     assert best[ids[:2]].tolist() == [[1, 0], [0, 1]] and best[ids[2:]][1].tolist() == [1, 0, 0, 0]
-    mu = graph.sparsemap()[ids]
+    with pytest.warns(RuntimeWarning, match="item 0 are still apart.*hardly count"):
+        mu = graph.sparsemap()[ids]
     wanted = torch.tensor([[1, 0], [0, 1]], dtype=f64)
     torch.testing.assert_close(mu[:, :2], wanted, atol=1e-5, rtol=0)
     alone = sx.sparsemax(rest[1])
@@ -658,6 +688,23 @@ def test_warns_of_no_agreement(query: str) -> None:
         getattr(graph, query)(max_iter=5, tol=10.0)  # as good as was asked for
 
 
+def _of_nothing() -> sx.FactorGraph:
+    graph = sx.FactorGraph()
+    graph.variables(torch.zeros(0))
+    return graph
+
+
+def test_warns_where_additional_scores_drown_the_rest() -> None:
+    """A transition of −1e6 cannot be bounded: steps are too small for the others."""
+    transition = torch.tensor([[0.0, -1e6], [0.0, 0.0]], dtype=f64)
+    graph = sx.FactorGraph()
+    ids = graph.variables(torch.tensor([[0.0, 0.3], [0.2, 0.0], [0.0, 0.4]], dtype=f64))
+    graph.factor(sx.LinearChain(torch.zeros(3, 2, dtype=f64), transition), ids)
+    graph.budget(ids[:, 1], 1)
+    with pytest.warns(RuntimeWarning, match="others hardly count.*-inf"):
+        graph.sparsemap()
+
+
 @pytest.mark.parametrize(
     ("act", "message"),
     [
@@ -671,12 +718,21 @@ def test_warns_of_no_agreement(query: str) -> None:
         (lambda g, v: g.variables(torch.zeros(2, 3), batch_dims=1), "the batch must be"),
         (lambda g, v: g.variables(torch.tensor([math.nan])), "nan"),
         (lambda g, v: sx.FactorGraph().sparsemap(), "no variables"),
+        (lambda g, v: _of_nothing().sparsemap(), "no variables"),
         (lambda g, v: g.pairwise(v[0], v[1], torch.zeros(3)), "must broadcast"),
         (lambda g, v: g.pairwise(0, v[1], torch.zeros(())), "pairwise: the ids that variables"),
         (lambda g, v: g.implication(v[0], 1), "implication: the ids that variables"),
         (lambda g, v: g.or_([0, 1]), "or_: the ids that variables"),
         (lambda g, v: g.variables(torch.zeros(3), batch_dims=2), "batch_dims must be between 0"),
         (lambda g, v: g.knapsack(v, [1, 2.5, 1, 1], 3), "4 whole numbers"),
+        (lambda g, v: g.knapsack(v, [1, 1, 1, 1], 2.5), "whole numbers.* and 2.5"),
+        (lambda g, v: g.knapsack(v, [1, 1, 1, 1], math.nan), "whole numbers.* and nan"),
+        (lambda g, v: g.knapsack(v, [1, 1, 1, math.inf], 1), "whole numbers"),
+        (lambda g, v: sx.FactorGraph().xor(v), "xor: there are no variables yet"),
+        (
+            lambda g, v: g.factor(sx.GridPath(torch.zeros(2, 2), moves="all"), v.view(2, 2)),
+            "no scores above 0",
+        ),
         (lambda g, v: g.knapsack(v[0], [1], 3), "ids \\(..., n\\)"),
         (lambda g, v: g.pairwise(v[0], v[1], 0.5), "scores must be a tensor, got float"),
         (lambda g, v: g.pairwise(v[:2], v[:3], torch.zeros(())), r"one shape, got \(2,\), \(3,\)"),

@@ -186,6 +186,24 @@ def test_dtypes_and_shifts() -> None:
     assert entmax_loss(scores, target.to(torch.int32)).isfinite()
 
 
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_bad_row_has_a_bad_gradient(bad: float) -> None:
+    """Whichever way it is computed, and no other row has."""
+    values = torch.tensor([[1.0, bad, 2.0], [0.0, 1.0, 0.5]])
+    target = torch.tensor([0, 2])
+    ways = {
+        "kernel": lambda x: entmax_loss(x, target, reduction="none"),
+        "alpha": lambda x: entmax_loss(x, target, torch.tensor(1.5), reduction="none"),
+        "soft": lambda x: entmax_loss(x, torch.eye(3)[target], reduction="none"),
+    }
+    for name, way in ways.items():
+        x = values.clone().requires_grad_()
+        loss = way(x)
+        (slope,) = torch.autograd.grad(loss.sum(), x)
+        assert not loss[0].isfinite() and slope[0].isnan().all(), name
+        assert loss[1].isfinite() and slope[1].isfinite().all(), name
+
+
 def test_errors() -> None:
     scores, target = randn(4, 6), torch.tensor([0, 1, 2, 3])
     for call, words in [
@@ -198,6 +216,10 @@ def test_errors() -> None:
         (lambda: entmax_loss(scores, torch.tensor([0, 6, 1, 1])), ["target[1]", "6", "5"]),
         (lambda: entmax_loss(scores, target, alpha=0.3), ["alpha", "0.3"]),
         (lambda: entmax_loss(torch.ones(4, 0), target), ["(4, 0)"]),
+        (lambda: entmax_loss(scores, target.bool()), ["target", "torch.bool"]),
+        (lambda: entmax_loss(scores, target.to(torch.complex64)), ["target", "complex64"]),
+        (lambda: entmax_loss(scores, [0, 1, 2, 3]), ["target", "list"]),
+        (lambda: entmax_loss(scores, target, ignore_index=None), ["ignore_index", "None"]),
     ]:
         with pytest.raises(ValueError, match="entmax_loss") as caught:
             call()

@@ -777,3 +777,13 @@ def test_ties() -> None:
     other = sx.PCFG(torch.tensor([-1.0, 0.0]), torch.zeros(2, 4, 4), torch.zeros(3, 2))
     assert s.cross_entropy(other) > 0
     assert other.cross_entropy(s) == inf
+
+
+def test_one_word_by_the_definition() -> None:
+    """A sentence of one word has no tree: A is −inf, and its gradient 0."""
+    root, rules = torch.randn(2, dtype=torch.float64), torch.randn(2, 4, 4, dtype=torch.float64)
+    emission = torch.randn(1, 1, 2, dtype=torch.float64, requires_grad=True)
+    with sx.backend("naive"):
+        a = sx.PCFG(root, rules, emission, validate_args=False).log_partition()
+    (slope,) = torch.autograd.grad(a.sum(), emission)
+    assert a.item() == -math.inf and not slope.any()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from structmax.checks import can_look
+from structmax.checks import can_look, holds_integers, index
 from structmax.maps.entmax import _map as entmax
 from structmax.maps.entmax import check_alpha
 from structmax.maps.recipe import check_scores, keep, spread
@@ -58,7 +58,14 @@ def entmax_loss(
     tensor(0.)
     """
     check_scores("entmax_loss", scores, -1)
-    soft = target.is_floating_point()
+    soft = isinstance(target, Tensor) and target.is_floating_point()
+    if not soft and not holds_integers(target):
+        got = target.dtype if isinstance(target, Tensor) else type(target).__name__
+        raise ValueError(
+            "entmax_loss: target must be a tensor of classes (integers) or of distributions, got "
+            f"{got}."
+        )
+    ignore_index = index("entmax_loss", "ignore_index", ignore_index)
     _check(scores, target, soft, ignore_index, reduction)
     check_alpha("entmax_loss", alpha)
     if not isinstance(alpha, Tensor) and not soft and _has_kernel(scores, target, alpha):
@@ -71,7 +78,8 @@ def entmax_loss(
     work = torch.where(ignored.unsqueeze(-1), 0.0, work)  # they may hold anything
 
     peak = work.detach().amax(-1, keepdim=True)  # the loss does not see it; rounding would
-    work = work - torch.where(peak == -math.inf, 0.0, peak)
+    work = work - torch.where(peak.abs() < math.inf, peak, 0.0)
+    endless = work == math.inf
     exponent = spread("entmax_loss", "alpha", alpha, work, -1, "row")
     given = isinstance(alpha, Tensor)
     p = entmax.rows(work, [exponent] if given else [], [] if given else [float(alpha)])
@@ -83,12 +91,14 @@ def entmax_loss(
         y = target.to(work.dtype)
         value = value + (tsallis(y, exponent) - y * allowed).sum(-1)
         impossible = (forbidden & (y > 0)).any(-1) | forbidden.all(-1)
+        impossible |= endless.any(-1) & ~(endless & (y > 0)).any(-1)
     else:
-        index = torch.where(ignored, 0, target).long().unsqueeze(-1)
-        value = value - allowed.gather(-1, index).squeeze(-1)
-        impossible = forbidden.gather(-1, index).squeeze(-1)
+        place = torch.where(ignored, 0, target).long().unsqueeze(-1)
+        value = value - allowed.gather(-1, place).squeeze(-1)
+        impossible = forbidden.gather(-1, place).squeeze(-1)
+        impossible |= endless.any(-1) & ~endless.gather(-1, place).squeeze(-1)
     value = value + (value.clamp(min=0) - value).detach()  # rounding; its gradient stays
-    loss = torch.where(impossible, math.inf, value)
+    loss = torch.where(impossible & ~work.isnan().any(-1), math.inf, value)
     loss = torch.where(ignored, 0.0, loss)
     if reduction == "none":
         return loss

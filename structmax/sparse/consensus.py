@@ -57,6 +57,12 @@ class Consensus:
         mu = torch.where(self.degree > 0, mu, free)
         return torch.where(self.forbidden, 0.0, mu)
 
+    def agreed(self, mu: Tensor, u: Tensor) -> Tensor:
+        """μ as the factors say it, whose u ``(*batch, T)`` has zeros and ones that are exact."""
+        said = torch.zeros_like(mu).index_add(-1, self.which, self._turned(u))
+        said = (said / self.degree.clamp(min=1)).clamp(0, 1)
+        return torch.where((self.degree > 0) & ~self.forbidden, said, mu)
+
     def nearest(self, points: Tensor) -> Tensor:
         """What the factors say to points ``(*batch, T)``: the nearest that each allows."""
         points = torch.where(self.off, -math.inf, points)
@@ -70,16 +76,20 @@ class Consensus:
         return y + u - v, u, v
 
     def solve(self, max_iter: int, tol: float) -> tuple[Tensor, Tensor, int]:
-        """y at rest, the residual ``(*batch)`` and the number of steps."""
+        """y at rest, the residual ``(*batch)`` and the number of steps.
+
+        The less κ is, the less a step moves: the residual is in units of it, as μ is.
+        """
         y = self.theta.new_zeros(*self.theta.shape[:-1], len(self.which))
         residual = self.theta.new_zeros(self.theta.shape[:-1])
         if not self.factors:
             return y, residual, 0
+        unit = torch.where(self.curvature > 0, self.curvature, 1.0).clamp(max=1).squeeze(-1)
         before, count = torch.full_like(y, math.inf), 0
         while count < max_iter:
             y, u, v = self.step(y)
             count += 1
-            residual = torch.maximum((u - v).abs().amax(-1), (v - before).abs().amax(-1))
+            residual = torch.maximum((u - v).abs(), (v - before).abs()).amax(-1) / unit
             before = v
             if bool((residual <= tol).all()):
                 break
@@ -103,6 +113,7 @@ class Consensus:
             y, residual, noted["count"] = problem.solve(max_iter, tol)
             mu = problem.consensus(y)
             points = 2 * problem._turned(mu[..., problem.which]) - y
+            mu = problem.agreed(mu, problem.nearest(points))
             if watched:
                 noted["face"] = _Face(problem, points)
             return mu, points, residual

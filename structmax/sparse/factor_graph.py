@@ -16,12 +16,14 @@ from structmax.smoothing import Shannon
 from structmax.sparse.consensus import Consensus
 from structmax.sparse.factors import Factor, Logic, Pair, knapsack_forest
 from structmax.structures.base import Structure
+from structmax.structures.grid_path import FreeGridPath
 from structmax.structures.hyperpath import Hyperpath
 
 LARGE = 50.0  # what scores are scaled down to: with larger ones LP-SparseMAP takes many steps
 FIXED = 4.0  # a score that fixes a variable where all others are at most 1
 CERTAIN = 1e-5  # of the largest score: rounding
 BEYOND = 30.0  # so many times as large as the rest, a score is a mask: more of it changes nothing
+FAR = 1000.0  # the same where the rest is less than a quarter, of which some may be small by chance
 APART = 1e-3  # a residual that is no matter of digits
 
 
@@ -35,7 +37,7 @@ class GraphResult:
     values: Tensor
     """``(*batch, V)``, in the order in which the variables were made."""
     residual: Tensor
-    """How far the factors are from agreement, or the messages from rest, ``(*batch)``."""
+    """How far the factors are from agreement, and they or the messages from rest, ``(*batch)``."""
     iterations: int
 
     def __getitem__(self, ids: Tensor) -> Tensor:
@@ -125,6 +127,8 @@ class FactorGraph:
         return self._scores[0].shape[:-1]
 
     def _check_ids(self, factor: str, ids: Tensor) -> None:
+        if not self._scores:
+            raise ValueError(f"FactorGraph.{factor}: there are no variables yet, see variables().")
         if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
             raise ValueError(f"FactorGraph.{factor}: the ids that variables() returned are needed.")
         if ids.numel() and not bool(((ids < self._count) & (ids >= -self._count)).all()):
@@ -156,6 +160,11 @@ class FactorGraph:
             raise ValueError(
                 "FactorGraph.factor: a structure is needed, such as sx.LinearChain(...), got "
                 f"{type(structure).__name__}."
+            )
+        if isinstance(structure, FreeGridPath):
+            raise ValueError(
+                'FactorGraph.factor: GridPath(moves="all") takes no scores above 0, and what '
+                'factors tell each other has either sign. Use moves="monotone".'
             )
         self._check_ids("factor", ids)
         event = len(structure.event_shape)
@@ -245,15 +254,19 @@ class FactorGraph:
         """The weights (whole numbers) of those that are on sum to at most the capacity."""
         self._check_ids("knapsack", ids)
         count = ids.shape[-1] if ids.dim() else 0
-        given, weights = [float(w) for w in weights], [int(w) for w in weights]
-        if given != weights or len(weights) != count or min([*weights, capacity]) < 0:
+        try:
+            whole, most = [_whole(w) for w in weights], _whole(capacity)
+            fine = len(whole) == count and min([*whole, most]) >= 0
+        except (TypeError, ValueError, OverflowError):
+            fine = False
+        if not fine:
             raise ValueError(
                 f"FactorGraph.knapsack: weights must be {count} whole numbers, one for each "
-                f"variable of ids (..., n), and like the capacity not negative, got {given} and "
+                f"variable of ids (..., n), and like the capacity not negative, got {weights} and "
                 f"{capacity}."
             )
         zeros = self._scores[0].new_zeros(*self._batch, *ids.shape)
-        forest = knapsack_forest(weights, capacity)
+        forest = knapsack_forest(whole, most)
         self._add(Factor(Hyperpath(forest, zeros), ids.reshape(-1)))
 
     # -- queries ----------------------------------------------------------------------------------
@@ -353,7 +366,7 @@ class FactorGraph:
     def _theta(self) -> Tensor:
         """The scores of the variables, ``(*batch, V)``, those of the factors included; 0 where a
         factor leaves a variable no choice, since there it is the same for all."""
-        if not self._scores:
+        if not self._count:
             raise ValueError("FactorGraph: there are no variables. Use variables(scores).")
         theta = torch.cat([s.double() for s in self._scores], -1)
         decided = torch.zeros_like(theta, dtype=torch.int64)
@@ -438,19 +451,29 @@ class Assigned(GraphResult):
     """Whether every factor allows it, ``(*batch)``."""
 
 
+def _whole(number: Any) -> int:
+    """The integer that a number is, 2.0 and a tensor of one included; ValueError if it is none."""
+    if (value := int(number)) != number:
+        raise ValueError
+    return value
+
+
 def _undecided(values: Tensor) -> Tensor:
     return (values - values.round()).abs() > 1e-3
 
 
 def _bound(size: Tensor, least: Tensor) -> Tensor:
-    """Where scores of size ``(*batch, V)`` fall into many of a size and a few far beyond it: what
+    """Where scores of size ``(*batch, V)`` fall into some of a size and others far beyond it: what
     is enough for those, ``(*batch)``, inf where there are none. ``least`` is a size that counts
-    in any case."""
-    ordered = size.sort(-1)[0]
-    floor = torch.maximum(least, ordered[..., ordered.shape[-1] // 4])[..., None]
-    ordered = torch.maximum(torch.cat([floor, ordered], -1), floor)
-    gap = (ordered[..., :-1] > 0) & (ordered[..., 1:] > BEYOND * ordered[..., :-1])
-    return torch.where(gap, BEYOND * ordered[..., :-1], torch.inf).amin(-1)
+    in any case. A bound that is too low costs time: answers are checked (``_solved``)."""
+    smallest = torch.where(size > 0, size, torch.inf).amin(-1, keepdim=True)
+    floor = torch.maximum(least[..., None], torch.where(smallest.isfinite(), smallest, 0.0))
+    size = torch.cat([floor, torch.maximum(size, floor).sort(-1)[0]], -1)
+    rank = torch.arange(size.shape[-1] - 1, device=size.device)
+    beyond = torch.where(rank < len(rank) // 4, FAR, BEYOND)
+    below, above = size[..., :-1], size[..., 1:]
+    gap = (below > 0) & (above > beyond * below)
+    return torch.where(gap, BEYOND * below, torch.inf).amin(-1)
 
 
 def _check_steps(query: str, steps: Any, tol: Any, name: str = "max_iter") -> None:
@@ -470,7 +493,8 @@ def _warn_apart(query: str, answer: GraphResult, tol: float) -> None:
     warnings.warn(
         f"FactorGraph.{query}: after {answer.iterations} steps the factors{item} are still apart, "
         f"with a residual of {float(residual.max()):.2g}. Either there were too few steps "
-        "(max_iter), or the factors contradict each other, so that no point fits them all.",
+        "(max_iter), or one score is so large that the others hardly count (use -inf to forbid), "
+        "or the factors contradict each other, so that no point fits them all.",
         RuntimeWarning,
         stacklevel=3,
     )

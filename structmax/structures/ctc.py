@@ -12,7 +12,7 @@ from torch import Tensor
 
 from structmax import checks
 from structmax.forest.ctc import ops as dense
-from structmax.forest.ctc.naive import interleave, symbols_of, wrong_targets
+from structmax.forest.ctc.naive import repeats, symbols_of, used, wrong_targets
 from structmax.forest.topology import Forest, ForestBuilder, bucket, family, name_of
 from structmax.primitive import backend_for
 from structmax.smoothing import Shannon, Smoothing
@@ -95,11 +95,12 @@ class CTC(DynamicStructure):
     ) -> None:
         checks.scores("CTC", "log_probs", log_probs, 2, "(..., T, V) with T and V at least 1")
         frames, symbols = log_probs.shape[-2:]
-        if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.dim() < 1:
+        if not checks.holds_integers(targets) or targets.dim() < 1:
             got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
             raise ValueError(f"CTC: targets must be a tensor of integers (..., S), got {got}.")
-        if not isinstance(blank, int) or not 0 <= blank < symbols:
-            raise ValueError(f"CTC: blank must be between 0 and {symbols - 1}, got {blank!r}.")
+        blank = checks.index("CTC", "blank", blank)
+        if not 0 <= blank < symbols:
+            raise ValueError(f"CTC: blank must be between 0 and {symbols - 1}, got {blank}.")
         self.log_probs, self.targets, self.blank = log_probs, targets, blank
         self.input_lengths, self.target_lengths = (
             None if given is None else checks.lengths("CTC", given, log_probs.device)
@@ -177,30 +178,11 @@ class CTC(DynamicStructure):
 
     def _repeats(self) -> Tensor:
         """Whether each symbol is the one before it, ``(*B, S)``."""
-        labels = self._symbols()[..., 1::2]
-        repeat = labels[..., 1:] == labels[..., :-1]
-        return torch.nn.functional.pad(repeat, (labels.shape[-1] - repeat.shape[-1], 0))
+        return repeats(self._symbols())
 
     def _used(self) -> Tensor:
-        """Which states of which frames some path meets, ``(*B, T, 2S+1)``.
-
-        A symbol takes a frame, and a repeated one a blank before it.
-        """
-        frames, count = self._sizes()
-        most = self.targets.shape[-1]
-        device = self.log_probs.device
-        position = torch.arange(most, device=device)
-        first = position + self._repeats().cumsum(-1)  # the earliest frame of each symbol
-        spare = frames - 1 - torch.where(position == count[..., None] - 1, first, 0).sum(-1)
-        last = first + spare[..., None]
-        pad = torch.nn.functional.pad
-        low = interleave(pad(first + 1, (1, 0)), first)
-        high = interleave(pad(last - 1, (0, 1)), last)
-        state, ends = torch.arange(2 * most + 1, device=device), 2 * count[..., None]
-        high = torch.where(state == ends, frames[..., None] - 1, high)
-        high = torch.where(state > ends, -1, high)
-        frame = torch.arange(self.event_shape[0], device=device)[:, None]
-        return (frame >= low[..., None, :]) & (frame <= high[..., None, :])
+        """Which states of which frames some path meets, ``(*B, T, 2S+1)``."""
+        return used(self._repeats(), *self._sizes(), self.event_shape[0])
 
     def _to_states(self, scores: Tensor) -> Tensor:
         """Scores of symbols ``(*B, T, V)`` as those of states ``(*B, T, 2S+1)``."""

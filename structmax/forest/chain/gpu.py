@@ -451,6 +451,45 @@ def _viterbi(
         tl.store(TAGS + t, tl.full((), -1, tl.int64))
 
 
+@quick
+@triton.jit
+def _less_tags(
+    U, us, T, ts, L, ls, TAGS, gs, A, MU, MT, n, steps, c,
+    BLOCK: tl.constexpr, SHARED: tl.constexpr, GRADIENT: tl.constexpr,
+):  # fmt: skip
+    """A less the score of the given tags, and the marginals less their indicator, all in place.
+
+    A tag that there is not makes A NaN. With SHARED, MT are counts, which start at 0: whole
+    numbers, whose sum has no order.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    length = tl.load(L + b * ls).to(tl.int64)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for k in range(0, length.to(tl.int32), BLOCK):
+        t = k + tl.arange(0, BLOCK) + length * 0
+        here, both = t < length, t + 1 < length
+        tag = tl.load(TAGS + b * gs[0] + t * gs[1], mask=here, other=0)
+        after = tl.load(TAGS + b * gs[0] + (t + 1) * gs[1], mask=both, other=0)
+        known = (tag >= 0) & (tag < c)
+        total = tl.where(known, total, float("nan"))
+        here, both = here & known, both & known & (after >= 0) & (after < c)
+        own = U + b * us[0] + t * us[1] + tag * us[2]
+        total += tl.load(own, mask=here, other=0.0).to(tl.float64)
+        step = T + b * ts[0] + tag * ts[2] + after * ts[3]
+        if not SHARED:
+            step += t * ts[1]
+        total += tl.load(step, mask=both, other=0.0).to(tl.float64)
+        if GRADIENT:
+            own = MU + (b * n + t) * c + tag
+            tl.store(own, tl.load(own, mask=here) - 1, mask=here)
+            if SHARED:
+                tl.atomic_add(MT + b * c * c + tag * c + after, -1.0, mask=both)
+            else:
+                step = MT + ((b * steps + t) * c + tag) * c + after
+                tl.store(step, tl.load(step, mask=both) - 1, mask=both)
+    tl.store(A + b, tl.load(A + b) - tl.sum(total, 0))
+
+
 # ------------------------------------------------------------------------------- torch functions
 
 
@@ -481,6 +520,30 @@ def gradient(
             unary.shape[1], steps, c, **options,
         )  # fmt: skip
     return a, mu, edges[0].add_(edges[1]) if steps == 1 else edges[0]
+
+
+def less_tags(
+    value: Tensor,
+    mu: list[Tensor],
+    unary: Tensor,
+    transition: Tensor,
+    lengths: Tensor,
+    tags: Tensor,
+) -> None:
+    """Takes the score of tags ``(B, n)`` from A, float64, and their indicator from μ, if it is not
+    empty. What stands in the padding is not looked at."""
+    batch, n, c = unary.shape
+    steps = transition.shape[1]
+    shared = steps == 1
+    own, between = mu or (unary, transition)  # which a kernel without gradients leaves alone
+    counts = torch.zeros_like(between) if mu and shared else between
+    with torch.cuda.device_of(unary):
+        _less_tags[(batch,)](
+            *_scores(unary, transition, lengths), tags, tags.stride(), value, own, counts,
+            n, steps, c, BLOCK=128, SHARED=shared, GRADIENT=bool(mu), num_warps=4,
+        )  # fmt: skip
+    if mu and shared:
+        between += counts
 
 
 def hvp(

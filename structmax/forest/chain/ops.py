@@ -26,8 +26,6 @@ from structmax.primitive import (
     backend_for,
     direct,
     flatten_batch,
-    recordable,
-    recording,
     register,
     to_front,
 )
@@ -42,7 +40,10 @@ def _backend(unary: Tensor) -> str:
 
 
 def _engine(unary: Tensor) -> ModuleType:
-    return _module(_backend(unary))
+    name = _backend(unary)
+    if name == "gpu" and _module("gpu_long").suits(unary):
+        name = "gpu_long"
+    return _module(name)
 
 
 @cache
@@ -103,7 +104,7 @@ def _value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tenso
     else:
         folded, lost = _folded(theta, constants[0])
         value = _engine(scores[0]).value(*folded, constants[0], len(constants) > 1)
-        value = _finished(value, folded, lost, constants)
+        value = _finished(value, [], folded, lost, constants)
     return value if gamma == 1.0 else (gamma * value).to(scores[0].dtype)
 
 
@@ -115,9 +116,7 @@ def _gradient(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> li
     else:
         folded, lost = _folded(theta, constants[0])
         value, *mu = _engine(scores[0]).gradient(*folded, constants[0], len(constants) > 1)
-        value = _finished(value, folded, lost, constants)
-        if len(constants) > 1:
-            mu = [m - z for m, z in zip(mu, _indicator(*folded, *constants), strict=True)]
+        value = _finished(value, mu, folded, lost, constants)
         mu = _spread(mu, theta[2:], constants[0])
     if gamma == 1.0:
         return [value, *mu]
@@ -125,20 +124,17 @@ def _gradient(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> li
 
 
 def _finished(
-    value: Tensor, folded: tuple[Tensor, Tensor], lost: Tensor | float, constants: Tensors
+    value: Tensor,
+    mu: list[Tensor],
+    folded: tuple[Tensor, Tensor],
+    lost: Tensor | float,
+    constants: Tensors,
 ) -> Tensor:
-    """A with what it lost, or A less the score of tags, which lost as much."""
+    """A with what it lost; or less the score of tags, which lost as much, and μ less their z."""
     if len(constants) > 1:
-        return (value - naive.score(*folded, *constants)).to(folded[0].dtype)
+        _engine(folded[0]).less_tags(value, mu, *folded, *constants)
+        return value.to(folded[0].dtype)
     return (value + lost).to(value.dtype) if isinstance(lost, Tensor) else value
-
-
-def _indicator(unary: Tensor, transition: Tensor, lengths: Tensor, tags: Tensor) -> list[Tensor]:
-    """z of tags, in the shape of the scores: the gradient of their score."""
-    with recording():
-        leaves = [recordable(t).requires_grad_() for t in (unary, transition)]
-        total = naive.score(leaves[0], leaves[1], recordable(lengths), recordable(tags)).sum()
-        return list(torch.autograd.grad(total, leaves, materialize_grads=True))
 
 
 def _hvp(

@@ -3,7 +3,8 @@
 The states of a frame do not depend on each other. What the way back needs is kept for every state
 of every frame: how likely it was entered by staying, from the state before and from the one before
 that. Rows of V start at index 2; the two entries before hold nothing. γ is taken out of scores and
-put back into A by the caller. An item with an impossible length or symbol becomes NaN.
+put back into A by the caller. V is kept near 0 by an offset, so that large sums cost no precision.
+An item with an impossible length or symbol becomes NaN.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from structmax.jit import exp, kernel, log, run_chunks
 INF = math.inf
 State = np.uint64  # numba tests signed indices for being negative, which keeps loops from vectors
 ONE, TWO = State(1), State(2)
+EVERY = 8  # frames, after which V is moved back to around 0
 
 
 @kernel(inner=True)
@@ -66,8 +68,10 @@ def prepare(symbols, frames, states, over, first, reach):
 
 @kernel(fused=True, inner=True)
 def up(inverse, theta, symbols, frames, states, V, W, over, first, reach, Q, keep):
-    """log Σ exp of the last two states; with ``keep``, Q (3, frames, states) is written."""
+    """log Σ exp of the last two states as a number of the size of theirs, and what all of V lacks;
+    with ``keep``, Q (3, frames, states) is written."""
     V[:] = -INF
+    offset = 0.0
     prepare(symbols, frames, states, over, first, reach)
     for t in range(frames):
         now, last, r = t % 2, (t + 1) % 2, t if keep else 0
@@ -101,17 +105,26 @@ def up(inverse, theta, symbols, frames, states, V, W, over, first, reach, Q, kee
         for s in range(low, high):
             V[now, s + TWO] = theta[t, symbols[s]] * inverse + W[s]
         V[now, low] = V[now, low + ONE] = -INF
+        if t % EVERY == EVERY - 1:
+            top = -INF
+            for s in range(low, high):
+                top = max(top, V[now, s + TWO])
+            if -INF < top < INF:
+                offset += top
+                for s in range(low, high):
+                    V[now, s + TWO] -= top
     end = V[(frames - 1) % 2]
     x, y = end[states + 1], end[states]
     top = max(x, y)
     if not top > -INF:
-        return x + y  # −inf, or NaN
-    return top + math.log(math.exp(x - top) + math.exp(y - top))
+        return x + y, 0.0  # −inf, or NaN
+    return top + math.log(math.exp(x - top) + math.exp(y - top)), offset
 
 
 @kernel(inner=True)
 def seed_ends(a, states, end, G):
-    """How likely a path ends in each state: in the last blank, or in the symbol before it."""
+    """How likely a path ends in each state, in the last blank or in the symbol before it: ``a`` is
+    log Σ exp of these."""
     G[:] = 0.0
     for s in range(max(states - 2, 0), states):
         if a != a:
@@ -209,9 +222,9 @@ def values(
     """A/γ of the items low..high."""
     for b in range(low, high):
         n, states, good = look(targets[b], frames[b], count[b], blank, theta[b], symbols)
-        a[b] = up(inverse, theta[b], symbols, n, states, V, W, over, first, reach, Q, False)
-        if not good:
-            a[b] = math.nan
+        item = (symbols, n, states)
+        end, offset = up(inverse, theta[b], *item, V, W, over, first, reach, Q, False)
+        a[b] = offset + end if good else math.nan
 
 
 @kernel
@@ -222,10 +235,12 @@ def gradients(
     """A/γ and μ of the items low..high, which is 0 where nothing is written."""
     for b in range(low, high):
         n, states, good = look(targets[b], frames[b], count[b], blank, theta[b], symbols)
-        a[b] = up(inverse, theta[b], symbols, n, states, V, W, over, first, reach, Q, True)
+        item = (symbols, n, states)
+        end, offset = up(inverse, theta[b], *item, V, W, over, first, reach, Q, True)
         if not good:
-            a[b] = math.nan
-        down(a[b], symbols, n, states, reach, V, Q, F, G, mu[b])
+            end = math.nan
+        a[b] = offset + end
+        down(end, *item, reach, V, Q, F, G, mu[b])
 
 
 @kernel
@@ -236,11 +251,11 @@ def products(
     """Hessian-vector products of the items low..high."""
     for b in range(low, high):
         n, states, good = look(targets[b], frames[b], count[b], blank, theta[b], symbols)
-        a = up(inverse, theta[b], symbols, n, states, V, W, over, first, reach, Q, True)
+        item = (symbols, n, states)
+        end, _ = up(inverse, theta[b], *item, V, W, over, first, reach, Q, True)
         if not good:
-            a = math.nan
-        item = (symbols, n, states, reach)
-        tangent(a, inverse, v[b], *item, V, dV, W, Q, D, F, dF, G, dG, w[b])
+            end = math.nan
+        tangent(end, inverse, v[b], *item, reach, V, dV, W, Q, D, F, dF, G, dG, w[b])
 
 
 class Batch:

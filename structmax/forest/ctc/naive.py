@@ -14,6 +14,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def symbols_of(targets: Tensor, count: Tensor, blank: int, most: int) -> Tensor:
@@ -30,6 +31,31 @@ def interleave(blanks: Tensor, labels: Tensor) -> Tensor:
     """What belongs to S + 1 blanks and to S symbols, in the order of the states."""
     pairs = torch.stack([blanks[..., :-1], labels], -1).flatten(-2)
     return torch.cat([pairs, blanks[..., -1:]], -1)
+
+
+def repeats(symbols: Tensor) -> Tensor:
+    """Whether each symbol of a target is the one before it, ``(*B, S)``; ``symbols`` of states."""
+    labels = symbols[..., 1::2]
+    repeat = labels[..., 1:] == labels[..., :-1]
+    return pad(repeat, (labels.shape[-1] - repeat.shape[-1], 0))
+
+
+def used(repeat: Tensor, frames: Tensor, count: Tensor, most: int) -> Tensor:
+    """Which states of which of ``most`` frames some path meets, ``(*B, T, 2S+1)``.
+
+    A symbol takes a frame, and a repeated one a blank before it.
+    """
+    position = torch.arange(repeat.shape[-1], device=repeat.device)
+    first = position + repeat.cumsum(-1)  # the earliest frame of each symbol
+    spare = frames - 1 - torch.where(position == count[..., None] - 1, first, 0).sum(-1)
+    last = first + spare[..., None]
+    low = interleave(pad(first + 1, (1, 0)), first)
+    high = interleave(pad(last - 1, (0, 1)), last)
+    state, ends = torch.arange(low.shape[-1], device=repeat.device), 2 * count[..., None]
+    high = torch.where(state == ends, frames[..., None] - 1, high)
+    high = torch.where(state > ends, -1, high)
+    frame = torch.arange(most, device=repeat.device)[:, None]
+    return (frame >= low[..., None, :]) & (frame <= high[..., None, :])
 
 
 def wrong_targets(targets: Tensor, count: Tensor, blank: int, most: int) -> Tensor:
@@ -50,13 +76,14 @@ def value(
     bad = (frames < 1) | (frames > most[0]) | (count < 0) | (count > most[1])
     frames, count = frames.long().clamp(1, most[0]), count.long().clamp(0, most[1])
     bad = bad | wrong_targets(targets, count, blank, theta.shape[2]).any(-1)
-    theta = theta + torch.where(bad, math.nan, 0.0).to(theta.dtype)[:, None, None]
+    nan = torch.where(bad, math.nan, 0.0).to(theta.dtype)
+    theta = theta + nan[:, None, None]
     symbols = symbols_of(targets, count, blank, theta.shape[2])
     states = symbols.shape[-1]
     state = torch.arange(states, device=theta.device)
     index = symbols[:, None].expand(-1, theta.shape[1], -1)
-    inside = state < 2 * count[:, None, None] + 1
-    cells = torch.where(inside, theta.double().gather(2, index), -math.inf) / gamma
+    met = used(repeats(symbols), frames, count, theta.shape[1])
+    cells = torch.where(met, theta.double().gather(2, index), -math.inf) / gamma
     skips = (state % 2 == 1) & (symbols != symbols.roll(2, 1)) & (state > 1)
     nothing = cells.new_full((len(cells), 2), -math.inf)
 
@@ -72,7 +99,8 @@ def value(
     time = (frames - 1)[:, None, None].expand(-1, 1, states)
     end = torch.stack(rows, 1).gather(1, time).squeeze(1)
     ends = (state == 2 * count[:, None]) | (state == 2 * count[:, None] - 1)
-    return (gamma * _log_sum(torch.where(ends, end, -math.inf).mT)).to(theta.dtype)
+    a = gamma * _log_sum(torch.where(ends, end, -math.inf).mT)
+    return a.to(theta.dtype) + nan
 
 
 def _log_sum(x: Tensor) -> Tensor:
