@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 import structmax as sx
-from structmax.forest.chain import gpu_long, ops
+from structmax.forest.chain import gpu, gpu_long, ops
 from structmax.primitive import backend
 
 # The interpreter computes with numpy, which warns of log 0 and of NaN.
@@ -389,6 +390,64 @@ def test_start_end_and_loss(n: int, shared: bool, dtype: torch.dtype) -> None:
             alone = ops.chain_loss.value_op(theta, [lengths, tags], "", SHANNON)
             answers.append([*first, *second, *loss, alone])
     for mine, reference in zip(*answers, strict=True):
+        close(mine, reference)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shared", [False, True], ids=["per-step", "shared"])
+@pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
+def test_half_precision_is_read_as_it_is(
+    pieces: bool, shared: bool, half: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bits of the same scores in float32; a copy is made where derivatives need it."""
+    if pieces:
+        monkeypatch.setattr(gpu_long, "LONG", 2)
+        monkeypatch.setattr(gpu_long, "SIZE", 3)
+    unary, transition = (t.to(half) for t in scores(2, 8, 5, torch.float32, shared=shared))
+    if shared:
+        transition = transition[:, 0]
+    lengths = torch.tensor([8, 5], device=DEVICE)
+    seen: list[torch.dtype] = []
+    unary[0, 2, 1] = -INF
+    answers = []
+    with backend("gpu"):
+        monkeypatch.setattr(gpu_long, "gradient", noted(gpu_long.gradient, seen))
+        monkeypatch.setattr(gpu, "gradient", noted(gpu.gradient, seen))
+        for dtype in (half, torch.float32):
+            chain = sx.LinearChain(unary.to(dtype), transition.to(dtype), lengths=lengths)
+            mu, value, edges = chain.marginals(), chain.log_partition(), chain.edge_marginals()
+            assert mu.dtype == edges.dtype == dtype and value.dtype == torch.float32
+            answers.append((mu, value, edges))
+        sx.LinearChain(unary.clone().requires_grad_(), transition).marginals()
+    assert seen[0] == half and seen[-1] == torch.float32
+    for mine, reference in zip(*answers, strict=True):
+        assert torch.equal(mine, reference.to(mine.dtype))
+
+
+def noted(run: Any, seen: list[torch.dtype]) -> Any:
+    """``run``, which writes down the dtype it was given."""
+
+    def note(unary: Tensor, *rest: Any) -> Any:
+        seen.append(unary.dtype)
+        return run(unary, *rest)
+
+    return note
+
+
+@pytest.mark.parametrize("gamma", [0.3, 2.0])
+def test_any_temperature(gamma: float, dtype: torch.dtype) -> None:
+    """Scores are divided in float64, unless that is exact."""
+    unary, transition = scores(2, 8, 3, dtype, shared=True)
+    tags = torch.ones(2, 8, dtype=torch.long, device=DEVICE)
+    answers = []
+    for name in ("gpu", "naive"):
+        wide = dtype if name == "gpu" else torch.float64
+        theta = with_ends(unary.to(wide), transition.to(wide))
+        args = [full(unary), tags], "", [1.0, gamma, 1.0]
+        with backend(name):
+            answers.append(ops.chain_loss.gradient_op(theta, *args))
+    for mine, reference in zip(*answers, strict=True):
+        assert mine.dtype == dtype
         close(mine, reference)
 
 

@@ -580,6 +580,7 @@ def masked_choice(x: float) -> sx.FactorGraph:
 MASKED = (masked_tree, masked_siblings, masked_chain, masked_choice)
 
 
+@pytest.mark.filterwarnings("ignore:FactorGraph.marginals")  # some have loops
 @pytest.mark.parametrize("make", MASKED, ids=[make.__name__ for make in MASKED])
 @pytest.mark.parametrize("score", [-1e9, 1e8])
 def test_scores_that_nothing_uses_do_not_matter(make, score: float) -> None:  # type: ignore[no-untyped-def]
@@ -686,6 +687,29 @@ def test_warns_of_no_agreement(query: str) -> None:
         warnings.simplefilter("error")
         getattr(graph, query)()
         getattr(graph, query)(max_iter=5, tol=10.0)  # as good as was asked for
+
+
+@pytest.mark.parametrize("query", ["marginals", "argmax"])
+def test_warns_of_contradictions(query: str) -> None:
+    graph = sx.FactorGraph()
+    ids = graph.variables(torch.zeros(2, 4), batch_dims=1)
+    graph.budget(ids, 1)
+    graph.budget(ids, 4, least=3)
+    with pytest.warns(RuntimeWarning, match=f"{query}: after .* item 0 .*contradict") as caught:
+        getattr(graph, query)()
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+def test_names_the_item_without_a_way() -> None:
+    scores = torch.zeros(3, 2, 4)
+    scores[1, 1, :3] = -math.inf
+    graph = sx.FactorGraph()
+    ids = graph.variables(scores, batch_dims=1)
+    graph.budget(ids, 3, least=2)
+    with pytest.raises(
+        ValueError, match=r"item 1: a constraint needs 2 .* only 1 are not"
+    ):
+        graph.lp_map()
 
 
 def _of_nothing() -> sx.FactorGraph:

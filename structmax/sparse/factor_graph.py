@@ -310,16 +310,20 @@ class FactorGraph:
         values = problem.consensus(y).to(self._scores[0].dtype)
         return GraphResult(values, residual, iterations), y
 
-    @torch.no_grad()
     def argmax(self, max_iter: int = 5000, tol: float = 1e-6) -> Assigned:
         """A good 0/1 assignment, by rounding ``lp_map``: the best one where that is 0/1 already.
 
         Otherwise the variable that is nearest to a decision is fixed, and the rest is solved again,
         so often that all are decided. ``exact`` says which items are known to be optimal, since
-        their score is the upper bound, ``feasible`` which assignments every factor allows.
+        their score is the upper bound, ``feasible`` which assignments every factor allows. Warns
+        as ``sparsemap`` does where one is not.
         """
         _check_steps("argmax", max_iter, tol)
-        return self._solved("argmax", lambda p: self._rounded(p, max_iter, tol))
+        with torch.no_grad():
+            answer = self._solved("argmax", lambda p: self._rounded(p, max_iter, tol))
+        if not bool(answer.feasible.all()):
+            _warn_apart("argmax", answer, tol)
+        return answer
 
     def _rounded(self, problem: Consensus, max_iter: int, tol: float) -> Assigned:
         first, y = self._lp_map(problem, max_iter, tol)
@@ -346,7 +350,8 @@ class FactorGraph:
 
         Exact where the graph is a tree and there are enough rounds for news to cross it. In a graph
         with loops an approximation that need not settle; ``damping`` (0 to below 1) keeps that
-        part of the old messages. Gradients flow through the rounds that were made.
+        part of the old messages. Gradients flow through the rounds that were made. Warns where the
+        messages are not at rest after them.
         """
         _check_steps("marginals", rounds, tol, "rounds")
         if not 0 <= damping < 1:
@@ -361,7 +366,9 @@ class FactorGraph:
                     f"every factor needs sx.Shannon(1.0), got {factor.structure}."
                 )
         problem, _ = self._problem("marginals")
-        return problem.propagate(rounds, damping, tol, self._scores[0].dtype)
+        answer = problem.propagate(rounds, damping, tol, self._scores[0].dtype)
+        _warn_apart("marginals", answer, tol)
+        return answer
 
     def _theta(self) -> Tensor:
         """The scores of the variables, ``(*batch, V)``, those of the factors included; 0 where a
@@ -484,17 +491,27 @@ def _check_steps(query: str, steps: Any, tol: Any, name: str = "max_iter") -> No
 
 
 def _warn_apart(query: str, answer: GraphResult, tol: float) -> None:
-    """Says so if the factors of some item are far from agreement."""
+    """Says so if the factors of some item are far from agreement, or its messages from rest."""
     residual = answer.residual.detach()
     if not checks.can_look() or not residual.numel() or float(residual.max()) <= max(tol, APART):
         return
     worst = tuple(int(i) for i in torch.unravel_index(residual.argmax(), residual.shape))
     item = f" of item {worst[0] if len(worst) == 1 else worst}" if worst else ""
+    steps, left = answer.iterations, f"{float(residual.max()):.2g}"
+    if query == "marginals":
+        text = (
+            f"after {steps} rounds the messages{item} still move, by {left}. Either there were too "
+            "few rounds, or they go round in loops (see damping), "
+        )
+    else:
+        text = (
+            f"after {steps} steps the factors{item} are still apart, with a residual of {left}. "
+            "Either there were too few steps (max_iter), or one score is so large that the others "
+            "hardly count (use -inf to forbid), "
+        )
     warnings.warn(
-        f"FactorGraph.{query}: after {answer.iterations} steps the factors{item} are still apart, "
-        f"with a residual of {float(residual.max()):.2g}. Either there were too few steps "
-        "(max_iter), or one score is so large that the others hardly count (use -inf to forbid), "
-        "or the factors contradict each other, so that no point fits them all.",
+        f"FactorGraph.{query}: {text}or the factors contradict each other, so that no point fits "
+        "them all.",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -139,11 +139,14 @@ class Logic(Factor):
         """Raises if too many of the variables are switched off, a mask ``(*batch, T)``."""
         structure = self.structure
         left = (~off).reshape(*structure.batch_shape, *structure.event_shape).sum(-1)
-        if bool((left < self._least).any()):
+        short = left < self._least
+        if bool(short.any()):
+            where = tuple(short.nonzero()[0].tolist())
+            item = where[: off.dim() - 1]
             raise ValueError(
-                f"FactorGraph: a constraint needs {self._least} of its {structure.event_shape[0]} "
-                f"variables to be on, but only {int(left.min())} are not switched off (-inf). "
-                "Switch off fewer."
+                f"FactorGraph: {f'item {item[0] if len(item) == 1 else item}: ' if item else ''}a "
+                f"constraint needs {self._least} of its {structure.event_shape[0]} variables to be "
+                f"on, but only {int(left[where])} are not switched off (-inf). Switch off fewer."
             )
 
     def scaled(self, by: Tensor) -> Self | None:

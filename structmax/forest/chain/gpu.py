@@ -22,7 +22,8 @@ an edge is the marginal of one end times the conditional probability of the othe
 Letters as in ``naive``: B batch, n positions, c tags; *step* t goes from position t to t + 1. Tiles
 are padded to C ≥ c, a power of two, by −inf. More than ``ops.MAX_TAGS_ON_GPU`` tags do not fit
 into the registers of one program; there a step is enough work for a torch call of its own, and the
-naive definition runs on the device. float32 or float64, γ = 1.
+naive definition runs on the device. γ = 1. float32 or float64; A and its gradient of scores in half
+precision too, which become float32 as they are read.
 """
 
 from __future__ import annotations
@@ -48,11 +49,20 @@ def _finite(x):
 
 
 @triton.jit
+def _wide(x):
+    """Scores as numbers to compute with: half precision as float32."""
+    if x.dtype.primitive_bitwidth == 16:
+        return x.to(tl.float32)
+    else:
+        return x
+
+
+@triton.jit
 def _row(U, strides, b, t, c, C: tl.constexpr):
     """Row t of item b, ``(C)``."""
     j = tl.arange(0, C)
     at = U + b * strides[0] + t * strides[1] + j * strides[2]
-    return tl.load(at, mask=j < c, other=float("-inf"))
+    return _wide(tl.load(at, mask=j < c, other=float("-inf")))
 
 
 @triton.jit
@@ -75,8 +85,8 @@ def _tile(T, strides, b, t, c, C: tl.constexpr, EVEN: tl.constexpr):
     j = tl.arange(0, C)[None, :]
     at = T + b * strides[0] + t * strides[1] + i * strides[2] + j * strides[3]
     if EVEN:
-        return tl.load(at)
-    return tl.load(at, mask=(i < c) & (j < c), other=float("-inf"))
+        return _wide(tl.load(at))
+    return _wide(tl.load(at, mask=(i < c) & (j < c), other=float("-inf")))
 
 
 @triton.jit
@@ -197,7 +207,7 @@ def _inward(
         _store_row(S, b, middle, n + 1, c, alpha, C)
         tl.store(step_peaks + n, offset)
     else:
-        beta = tl.zeros((C,), U.dtype.element_ty)
+        beta = tl.zeros((C,), S.dtype.element_ty)
         offset = tl.zeros((), tl.float64)
         for k in tl.range(0, (last - middle).to(tl.int32), num_stages=STAGES):
             t = last - 1 - k
@@ -493,10 +503,15 @@ def _less_tags(
 # ------------------------------------------------------------------------------- torch functions
 
 
+def work_dtype(scores: Tensor) -> torch.dtype:
+    """What is computed in."""
+    return torch.promote_types(scores.dtype, torch.float32)
+
+
 def value(unary: Tensor, transition: Tensor, lengths: Tensor, wide: bool = False) -> Tensor:
     """A ``(B)``; in float64 if ``wide``."""
     batch, n, c = unary.shape
-    a = unary.new_empty(batch, dtype=torch.float64 if wide else None)
+    a = unary.new_empty(batch, dtype=torch.float64 if wide else work_dtype(unary))
     with torch.cuda.device_of(unary):
         _, scratch, peaks, options = _run_inward(unary, transition, lengths, False)
         _total[(batch,)](
@@ -510,9 +525,10 @@ def gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A ``(B)``, in float64 if ``wide``, μ_unary ``(B, n, c)``, μ_transition ``(B, s, c, c)``."""
     batch, steps, c, _ = transition.shape
-    a = unary.new_empty(batch, dtype=torch.float64 if wide else None)
-    mu = unary.new_empty(unary.shape)
-    edges = unary.new_empty((2 if steps == 1 else 1, *transition.shape))
+    dtype = work_dtype(unary)
+    a = unary.new_empty(batch, dtype=torch.float64 if wide else dtype)
+    mu = unary.new_empty(unary.shape, dtype=dtype)
+    edges = unary.new_empty((2 if steps == 1 else 1, *transition.shape), dtype=dtype)
     with torch.cuda.device_of(unary):
         scores, scratch, peaks, options = _run_inward(unary, transition, lengths, True)
         _outward[(batch, 2)](
@@ -581,7 +597,7 @@ def _run_inward(
 ) -> tuple[tuple[object, ...], Tensor, Tensor, dict[str, int]]:
     """Runs phase 1. Returns what phase 2 needs: leading arguments, scratch S and K, options."""
     batch, n, c = unary.shape
-    scratch = unary.new_empty((batch, n + 1, c))
+    scratch = unary.new_empty((batch, n + 1, c), dtype=work_dtype(unary))
     peaks = unary.new_empty((batch, 2, n + 1), dtype=torch.float64)
     options = _options(unary, transition)
     scores = _scores(unary, transition, lengths)
@@ -605,11 +621,12 @@ def _options(unary: Tensor, transition: Tensor) -> dict[str, int]:
     """How to compile for these scores. Warps and stages were measured on an H200."""
     c = unary.shape[-1]
     padded = max(8, triton.next_power_of_2(c))
-    tile = padded * padded * unary.element_size()  # bytes
+    size = work_dtype(unary).itemsize
+    tile = padded * padded * size  # bytes
     return {
         "C": padded,
         "EVEN": padded == c,
         "SHARED": transition.shape[1] == 1,
         "STAGES": 3 if tile <= 32768 else 1,  # two tiles on their way
-        "num_warps": min(2 * unary.element_size(), max(1, tile // 4096)),
+        "num_warps": min(2 * size, max(1, tile // 4096)),
     }

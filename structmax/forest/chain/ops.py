@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
 
@@ -26,10 +27,12 @@ from structmax.primitive import (
     backend_for,
     direct,
     flatten_batch,
+    is_plain,
+    is_transforming,
     register,
     to_front,
 )
-from structmax.smoothing import from_code
+from structmax.smoothing import Shannon, from_code
 
 MAX_TAGS_ON_GPU = 128  # a tile of more does not fit into the registers of a program
 
@@ -37,6 +40,15 @@ MAX_TAGS_ON_GPU = 128  # a tile of more does not fit into the registers of a pro
 def _backend(unary: Tensor) -> str:
     name = backend_for(unary)
     return "naive" if name == "gpu" and unary.shape[-1] > MAX_TAGS_ON_GPU else name
+
+
+def reads_half(scores: Sequence[Tensor], omega: Omega) -> bool:
+    """Whether A and its gradient can be had of scores in half precision as they are: on a GPU, if
+    nothing looks on and nothing has to be divided by γ."""
+    kinds = {t.dtype for t in scores}
+    if kinds not in ({torch.bfloat16}, {torch.float16}) or omega != Shannon().code:
+        return False
+    return is_plain(scores) and not is_transforming(scores) and _backend(scores[0]) == "gpu"
 
 
 def _engine(unary: Tensor) -> ModuleType:
@@ -103,7 +115,7 @@ def _value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tenso
         value = _engine(scores[0]).value(*_four(theta), *constants)
     else:
         folded, lost = _folded(theta, constants[0])
-        value = _engine(scores[0]).value(*folded, constants[0], len(constants) > 1)
+        value = _engine(folded[0]).value(*folded, constants[0], len(constants) > 1)
         value = _finished(value, [], folded, lost, constants)
     return value if gamma == 1.0 else (gamma * value).to(scores[0].dtype)
 
@@ -115,7 +127,7 @@ def _gradient(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> li
         mu = mu[: len(scores)]
     else:
         folded, lost = _folded(theta, constants[0])
-        value, *mu = _engine(scores[0]).gradient(*folded, constants[0], len(constants) > 1)
+        value, *mu = _engine(folded[0]).gradient(*folded, constants[0], len(constants) > 1)
         value = _finished(value, mu, folded, lost, constants)
         mu = _spread(mu, theta[2:], constants[0])
     if gamma == 1.0:
@@ -144,7 +156,7 @@ def _hvp(
     theta, _ = _folded(_scaled(scores, gamma), lengths)
     # a direction loses nothing by its peaks either: along a whole position A is linear
     v, _ = _folded([t.to(theta[0].dtype) for t in directions], lengths)
-    w = _spread(_engine(scores[0]).hvp(*theta, *v, lengths), scores[2:], lengths)
+    w = _spread(_engine(theta[0]).hvp(*theta, *v, lengths), scores[2:], lengths)
     return w if gamma == 1.0 else [(t / gamma).to(scores[0].dtype) for t in w]
 
 
