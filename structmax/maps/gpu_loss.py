@@ -73,7 +73,7 @@ def entmax_loss_kernel(
             p = tl.maximum(p - step * s, 0.0)
         p = tl.where(finite, p, float("nan"))
         p = tl.where(z == -INF, 0.0, p)
-        # of a bad row Σ x: NaN, or +inf
+        # of a bad row Σ x, NaN or +inf, whose difference to x_y is ``loss_of_bad_row`` of the CPU
         gain += tl.sum(tl.where(z == -INF, 0.0, tl.where(finite, p, 1.0) * z), 1)[:, None]
         p = tl.where(possible | (finite == 0), p, 0.0)
         hit = possible & (start + tl.arange(0, BN)[None, :] == y)

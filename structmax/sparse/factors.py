@@ -76,7 +76,8 @@ class Factor:
         return _per_item(fits, batch).all(-1), _per_item(lost.double(), batch).sum(-1)
 
     def scores(self, shape: torch.Size) -> Tensor | None:
-        """The structure's own scores of its parts, ``(*batch, T)``; what it never has counts 0."""
+        """The structure's own scores of its parts, ``(*batch, T)``, 0 where they are not finite; of
+        parts that it never has (``never``) they may be anything."""
         primary = self.structure.primary
         return torch.where(primary.abs() < math.inf, primary, 0.0).reshape(shape)
 

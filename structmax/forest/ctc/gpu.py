@@ -156,6 +156,7 @@ def recursion(
                 direction, dt, along_blank, along_symbol, t, frames, backward, live
             )
             dz = tl.where(k == 0, 0.0, tl.gather(dy, beside, 0))
+            # a blank has two options: p2 is 0
             mean_x = tl.where(in_x, mean(dx, dz, dz, p1, p2, sum_x), 0.0)
             mean_y = tl.where(in_y, mean(dy, dx, dz, q1, q2, sum_y), 0.0)
             dx = tl.where(in_x, v_x.to(tl.float64) + mean_x, 0.0)
@@ -261,16 +262,20 @@ class Batch:
     def up(self, X: Tensor | None = None) -> Tensor:
         """A; with a table, values are kept in it."""
         a, theta = self.theta.new_empty(self.items), self.theta
-        keep = X is not None
+        keep, unused = X is not None, a
+        no_direction = theta, *theta.stride()
         recursion[(self.items, 2 if keep else 1)](
-            theta, *theta.stride(), theta, *theta.stride(), *self.item, a, X if keep else a, a,
+            theta, *theta.stride(), *no_direction, *self.item, a, X if keep else unused, unused,
             *self.sizes, self.gamma, KEEP=keep, TANGENT=False, **self.how,
         )  # fmt: skip
         return a
 
     def tangent(self, direction: Tensor, X: Tensor, D: Tensor) -> None:
+        """Fills X with values and D with their derivatives along a direction."""
+        unused = X
         recursion[(self.items, 2)](
-            self.theta, *self.theta.stride(), direction, *direction.stride(), *self.item, X, X, D,
+            self.theta, *self.theta.stride(), direction, *direction.stride(),
+            *self.item, unused, X, D,
             *self.sizes, self.gamma, KEEP=True, TANGENT=True, **self.how,
         )  # fmt: skip
 

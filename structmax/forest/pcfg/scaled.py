@@ -58,17 +58,20 @@ class Scaled:
         self.gain = self.cells.exp()
         self.q, self.growth = torch.zeros_like(self.gain), leaf.new_zeros(B)
 
-    def own(self, x: Tensor, w: int, v: int = 0, first: int = 0) -> Tensor:
-        """x of the spans of width w, a view ``(starts·B, N, 1)``; or of width v, at the same starts
-        or those ``first`` to the right."""
-        B, n, N, _ = self.shape
-        shape, start = ((n - w + 1) * B, N, 1), B * n * N
-        return x.as_strided(shape, (n * N, 1, 1), first * start + ((v or w) - 1) * N)
+    def own(self, x: Tensor, w: int) -> Tensor:
+        """x of the spans of width w, a view ``(starts·B, N, 1)``."""
+        return self.where_fit(x, w, w, 0)
 
     def beside_word(self, x: Tensor, w: int) -> tuple[Tensor, Tensor]:
         """The same of the children of the spans of width w that leave a word, the last or the
         first."""
-        return self.own(x, w, w - 1), self.own(x, w, w - 1, 1)
+        return self.where_fit(x, w, w - 1, 0), self.where_fit(x, w, w - 1, 1)
+
+    def where_fit(self, x: Tensor, w: int, v: int, further: int) -> Tensor:
+        """x of the spans of width v that begin where one of width w can, or so much further."""
+        B, n, N, _ = self.shape
+        shape, start = ((n - w + 1) * B, N, 1), B * n * N
+        return x.as_strided(shape, (n * N, 1, 1), further * start + (v - 1) * N)
 
     def both_longer(self, x: Tensor, w: int) -> tuple[Tensor, Tensor]:
         """x of the left and the right children of the spans of width w where neither is a word, as
@@ -91,9 +94,9 @@ class Scaled:
 
     # -- bottom-up --------------------------------------------------------------------------------
 
-    def rise(self) -> Tensor:
-        """A ``(B)``."""
-        (B, n, N, _), g = self.shape, self.g
+    def fill(self) -> None:
+        """q of all spans, from short to long."""
+        B, n, N, _ = self.shape
         L, inner = self.L[..., :N], self.inner.mT
         for w in range(2, n + 1):
             rows = (n - w + 1) * B
@@ -106,6 +109,11 @@ class Scaled:
             if w > 3:
                 add_product(self.by_item(total), self.joined(w), inner)
             self.keep(w, total)
+
+    def rise(self) -> Tensor:
+        """A ``(B)``."""
+        self.fill()
+        B, g = self.shape[0], self.g
         self.goal = 0, torch.arange(B, device=self.q.device), g.lengths - 1
         whole = self.q[self.goal]
         root = torch.where(whole == 0, -math.inf, g.root)
@@ -144,7 +152,7 @@ class Scaled:
         if not capturing and not bool((small.any((0, 2, 3)) | bad).any()):
             return None
         chart = Reachable(self.g)  # what nothing derives is 0 by right
-        chart.rise()
+        chart.fill()
         return bad | (small & (chart.q > 0)).any((0, 2, 3))
 
     # -- top-down ---------------------------------------------------------------------------------
