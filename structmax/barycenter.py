@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def barycenter(
     series: Tensor | Sequence[Tensor],
-    weights: Tensor | None = None,
+    weights: Tensor | Sequence[float] | None = None,
     init: Tensor | None = None,
     length: int | None = None,
     loss: SoftDTW | None = None,
@@ -55,15 +55,18 @@ def barycenter(
     k, _, d = batch.shape
     if weights is None:
         weights = torch.full((k,), 1 / k)
-    elif weights.shape != (k,) or bool((weights < 0).any()):
+    weights = checks.as_tensor("barycenter", "weights", weights, batch.device)
+    if weights.shape != (k,) or not bool((weights >= 0).all()):
         raise ValueError(
             f"barycenter: weights must be ({k},) and not negative, got {tuple(weights.shape)} "
             f"with a least of {float(weights.min()) if weights.numel() else None}."
         )
     weights = weights.to(batch)
+    if length is not None and checks.index("barycenter", "length", length) < 1:
+        raise ValueError(f"barycenter: length must be at least 1, got {length}.")
     if init is None:
         init = _mean(batch, sizes, int(sizes.max()) if length is None else length)
-    if init.dim() != 2 or init.shape[1] != d or length not in (None, len(init)):
+    if init.dim() != 2 or init.shape[1] != d or not len(init) or length not in (None, len(init)):
         raise ValueError(
             f"barycenter: init must be ({length or 'length'}, {d}), got {tuple(init.shape)}."
         )
@@ -88,17 +91,21 @@ def barycenter(
     found = minimize(
         objective, start, jac=True, method="L-BFGS-B", tol=tol, options={"maxiter": max_iter}
     )
+    if not np.isfinite(found.fun):
+        _refuse(found.fun, plain(init.to(batch).expand(k, *shape), batch, (whole, sizes)), loss)
     first = series if isinstance(series, Tensor) else series[0]
     return torch.from_numpy(np.ascontiguousarray(found.x)).reshape(shape).to(first)
 
 
 def _stack(series: Tensor | Sequence[Tensor], lengths: Tensor | None) -> tuple[Tensor, Tensor]:
     """All series ``(k, n, d)`` in float64, and their lengths ``(k)``."""
-    if not isinstance(series, Tensor):
-        if lengths is not None or not len(series) or any(x.dim() != 2 for x in series):
+    if isinstance(series, Sequence):
+        got = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in series]
+        features = {x[1] if isinstance(x, tuple) and len(x) == 2 else None for x in got}
+        if lengths is not None or len(features) != 1 or None in features:
             raise ValueError(
                 "barycenter: series must be (k, n, d), with or without lengths, or a list of "
-                f"tensors (n, d) without, got {[tuple(x.shape) for x in series]}."
+                f"tensors (n, d) with one d, without lengths, got {got}."
             )
         lengths = torch.tensor([len(x) for x in series], device=series[0].device)
         series = torch.nn.utils.rnn.pad_sequence(list(series), batch_first=True)
@@ -115,6 +122,20 @@ def _stack(series: Tensor | Sequence[Tensor], lengths: Tensor | None) -> tuple[T
         raise ValueError(f"barycenter: lengths must be ({k},), got {tuple(sizes.shape)}.")
     checks.between("barycenter", "", {"lengths": (sizes, 1, n)})
     return series.detach().double(), sizes.to(series.device)
+
+
+def _refuse(total: float, losses: Tensor, loss: SoftDTW) -> None:
+    """Says why the objective is not finite, given the losses ``(k)`` at the start."""
+    blocked = (losses == torch.inf).nonzero()
+    if loss.band == 0 and len(blocked):  # any other band leaves a path
+        raise ValueError(
+            f"barycenter: band=0 leaves no path between the average and series {int(blocked[0])}, "
+            "which has another length. Use a band of at least 1."
+        )
+    raise ValueError(
+        f"barycenter: the objective is {total} at the start. Series and init must be finite, and "
+        "so must be the squares of their distances."
+    )
 
 
 def _mean(batch: Tensor, sizes: Tensor, length: int) -> Tensor:

@@ -599,8 +599,34 @@ def test_ctc_without_room() -> None:
     """Three frames do not hold a repeat of three; a blank has to stand between."""
     s = sx.CTC(randn(2, 3, 3), torch.tensor([[1, 1, 1], [1, 2, 1]]))
     assert s.log_partition().isinf().tolist() == [True, False]
-    with pytest.raises(ValueError, match=r"CTC\.argmax: item 0 allows no structure"):
-        s.argmax()
+    for query in (s.argmax, s.marginals, s.entropy, s.sample):
+        with pytest.raises(ValueError, match=r"item 0 allows no structure: .* 5 frames.* has 3\."):
+            query()
+    padded = sx.CTC(randn(4, 3), torch.tensor([1, 1, 0, 0]), target_lengths=torch.tensor(2))
+    assert padded.argmax().shape == (4, 3)
+    short = torch.tensor(2)
+    with pytest.raises(ValueError, match=r"the item allows .* needs 3 frames.* it has 2\."):
+        sx.CTC(padded.log_probs, padded.targets, short, short).argmax()
+    forbidden = torch.full((4, 3), -math.inf)
+    with pytest.raises(ValueError, match="forbidden"):
+        sx.CTC(forbidden, torch.tensor([1])).argmax()
+
+
+@pytest.mark.parametrize("kind", ["dtw", "edit", "monotone"])
+def test_a_band_without_a_path(kind: str) -> None:
+    """An error that says so, and only where the band is the reason."""
+    for n, m in itertools.product(range(1, 8), repeat=2):
+        s = sx.Alignment(torch.zeros(7, 7), pair(n, m), kind, band=0)
+        if s.log_partition() > -math.inf:
+            s.argmax()
+            continue
+        for query in (s.argmax, s.sample):
+            with pytest.raises(ValueError, match=rf"band=0 leaves no path.*{n} x {m} .*at least 1"):
+                query()
+    gap = -math.inf if kind == "edit" else None
+    s = sx.Alignment(torch.full((2, 3, 3), -math.inf), kind=kind, gap=gap, band=0)
+    with pytest.raises(ValueError, match="forbidden"):
+        s.marginals()
 
 
 # -- errors --------------------------------------------------------------------------------------

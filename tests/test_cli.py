@@ -121,6 +121,11 @@ def test_resume_and_fresh(call, refused, trained: Path, tmp_path: Path) -> None:
     code, text, _ = call("train", "toy", "--out", out, "--resume", "--steps", 5)
     assert code == 0 and json.loads(text)["steps"] == 5
     assert "steps = 5" in (out / "config.toml").read_text()
+    flags = ["train", "toy", "--out", out, "--resume"]
+    refused(*flags, "--seed", 7, words=["seed = 0", "7", "Leave out --seed", "--fresh"])
+    refused(*flags, "--examples", 5000, words=["examples = 512", "5000", "--examples"])
+    assert call(*flags, "--lr", 5)[0] == 0
+    assert "lr = 0.01" in (out / "config.toml").read_text()  # no update was made with another
     code, text, _ = call("train", "toy", "--out", out, "--fresh", "--steps", 2)
     assert code == 0 and json.loads(text)["steps"] == 2
     refused("train", "toy", "--out", trained, "--resume", words=["listops", "not of 'toy'"])
@@ -163,6 +168,8 @@ def test_broken_data(refused, trained: Path, tmp_path: Path) -> None:
     new = [*TRAIN, "--out", tmp_path / "new", "--train-file", path]
     refused(*new, words=["train.tsv:21", "label must be a digit"])
     refused(*TRAIN, "--out", tmp_path / "new", "--test-file", "no.tsv", words=["no.tsv", "--data"])
+    absent = tmp_path / "none"
+    refused("train", "tag", "--corpus", absent, "--out", tmp_path / "new", words=[f"no {absent}."])
     assert not (tmp_path / "new").exists()
     (tmp_path / "in.txt").write_text("[MAX 2 9 ]\n[MAX 2 9\n")
     refused("predict", trained, tmp_path / "in.txt", words=["in.txt, line 2", "never closed"])

@@ -354,6 +354,8 @@ def test_errors() -> None:
         compat.AlignmentCRF(torch.zeros(1, 2, 2, 3), max_gap=2)
     with pytest.raises(ValueError, match=r"\(B, N, M, 3\), got \(1, 2, 2, 4\)"):
         compat.AlignmentCRF(torch.zeros(1, 2, 2, 4))
+    with pytest.raises(NotImplementedError, match=r"LinearChainCRF.gumbel_crf .*Shannon\(0.5\)"):
+        compat.LinearChainCRF(torch.zeros(1, 2, 2, 2)).gumbel_crf(0.5)
 
 
 # -- torch-struct: the peer ------------------------------------------------------------------------

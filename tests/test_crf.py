@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+import re
 
 import pytest
 import torch
@@ -465,8 +466,53 @@ def test_a_tag_that_does_not_exist(tag):
     crf = make(batch_first=True)
     emissions, tags, _ = problem()
     tags[1, 2] = tag
-    with pytest.raises(ValueError, match=f"between 0 and 2, got {tag} at"):
+    with pytest.raises(ValueError, match=rf"CRF: .*between 0 and 2, got {tag} at tags\[1, 2\]"):
         crf(emissions, tags)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool], ids=str)
+def test_tags_must_be_integers(dtype):
+    with pytest.raises(ValueError, match=f"^tags must be integers, got {dtype}"):
+        sx.nn.CRF(3)(torch.randn(6, 2, 3), torch.zeros(6, 2, dtype=dtype))
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_emissions_must_be_floating(call):
+    with pytest.raises(ValueError, match=r"^emissions must be floating point, got torch.int64"):
+        call(sx.nn.CRF(3), torch.ones(6, 2, 3).long())
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_errors_name_the_callers_place(call, batch_first, bad):
+    """Whatever the layout, and the order in which a mask with holes leaves the positions."""
+    crf = make(batch_first=batch_first)
+    emissions, tags, on = problem("holes")
+    emissions[0, 1] = bad  # a hole
+    call(crf, *layout(crf, emissions, on))
+    emissions[0, 3, 1] = bad
+    place = [0, 3, 1] if batch_first else [3, 0, 1]
+    with pytest.raises(ValueError, match=re.escape(f"CRF: emissions{place} is {bad}.")) as caught:
+        call(crf, *layout(crf, emissions, on))
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+    emissions, tags[0, 1], tags[0, 3] = problem()[0], 9, 7
+    with pytest.raises(ValueError, match=re.escape(f"got 7 at tags{place[:2]}.")):
+        crf(*layout(crf, emissions, tags, on))
+    with torch.no_grad():
+        crf.transitions[0, 2] = bad
+    with pytest.raises(ValueError, match=rf"^CRF: transitions\[0, 2\] is {bad}"):
+        call(crf, *layout(crf, emissions, on))
+
+
+def test_errors_of_the_chain_are_kept():
+    crf = make()
+    emissions = problem()[0]
+    emissions[:, 1] = -math.inf
+    with pytest.raises(ValueError, match="argmax_tags: item 1 allows no structure"):
+        crf.decode(emissions)
+    with pytest.raises(ValueError, match="is on cpu but unary is on meta"):
+        crf.decode(emissions.to("meta"))
 
 
 def test_error_of_reduction():

@@ -408,6 +408,13 @@ def test_other_structures() -> None:
     p = chain()
     fails(lambda: p.cross_entropy(chain(randn(2, 5, 3))), "LinearChain", "(4, 3)", "(5, 3)")
     fails(lambda: p.cross_entropy(sx.Choice(randn(3))), "LinearChain", "same parts", "(3,)")
+    two, three = (sx.Choice(randn(n, 3)) for n in (2, 3))
+    fails(
+        lambda: torch.distributions.kl_divergence(two, three),
+        "Choice",
+        "must broadcast",
+        "(2,) and (3,)",
+    )
     fails(lambda: p.cross_entropy(randn(3)), "LinearChain", "Tensor")
     ragged = chain(lengths=torch.tensor([2, 4]))
     fails(lambda: p.cross_entropy(ragged), "LinearChain", "lengths")

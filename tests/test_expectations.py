@@ -509,7 +509,7 @@ def test_errors(call: Callable[[], object], message: str) -> None:
 
 def test_replay_of_another_batch() -> None:
     estimator = PPO()
-    with pytest.raises(RuntimeError, match="the first by loss"):
+    with pytest.raises(RuntimeError, match=r"no draws yet\. Call loss\(\) first"):
         estimator.replay(sx.Choice(torch.zeros(3)))
     estimator.loss(sx.Choice(torch.zeros(2, 3)), lambda z: z[..., 0])
     with pytest.raises(ValueError, match=r"a batch \(2,\), got \(\)"):

@@ -173,6 +173,24 @@ def test_barycenter_of_equal_series() -> None:
     torch.testing.assert_close(short, z)
 
 
+def test_barycenter_takes_weights_of_a_list() -> None:
+    series = [torch.tensor([[0.0], [1.0]]), torch.tensor([[2.0], [3.0]])]
+    z = sx.barycenter(series, [1, 3])
+    torch.testing.assert_close(z, sx.barycenter(series, torch.tensor([1.0, 3.0])))
+
+
+@pytest.mark.parametrize("d", [1, 2])
+@pytest.mark.parametrize("omega", [sx.Shannon(), sx.Gini(), sx.Hard()], ids=str)
+def test_a_band_without_a_path(omega: sx.Smoothing, d: int) -> None:
+    """+inf and a gradient of zero, for that item alone."""
+    x, y = torch.randn(2, 7, d, requires_grad=True), torch.randn(2, 5, d)
+    lengths = torch.tensor([7, 5]), torch.tensor([5, 5])
+    loss = SoftDTW(omega=omega, band=0)(x, y, lengths)
+    assert loss[0] == math.inf and bool(loss[1].isfinite())
+    loss.sum().backward()
+    assert not bool(x.grad[0].any()) and bool(x.grad[1].any())
+
+
 # -- errors --------------------------------------------------------------------------------------
 
 x, y = torch.zeros(2, 3, 4), torch.zeros(2, 5, 4)
@@ -204,6 +222,30 @@ ERRORS: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "lists": (lambda: sx.barycenter([x]), ["series", "(n, d)", "(2, 3, 4)"]),
     "sizes": (lambda: sx.barycenter(x, lengths=torch.tensor([3, 4])), ["lengths", "got 4"]),
+    "weights of words": (lambda: sx.barycenter(x, "ab"), ["weights", "tensor or lists", "'ab'"]),
+    "few weights": (lambda: sx.barycenter(x, [1.0]), ["weights must be (2,)", "got (1,)"]),
+    "nan weight": (lambda: sx.barycenter(x, [1.0, math.nan]), ["weights", "nan"]),
+    "no length": (lambda: sx.barycenter(x, length=0), ["length must be at least 1", "got 0"]),
+    "half a length": (lambda: sx.barycenter(x, length=1.5), ["length", "whole number", "1.5"]),
+    "empty init": (lambda: sx.barycenter(x, init=x[0, :0]), ["init", "(length, 4)", "(0, 4)"]),
+    "other features": (
+        lambda: sx.barycenter([x[0], x[0, :, :3]]),
+        ["series", "one d", "[(3, 4), (3, 3)]"],
+    ),
+    "lists of numbers": (lambda: sx.barycenter([[1.0, 2.0]]), ["series", "(n, d)", "list"]),
+    "a number": (lambda: sx.barycenter(3), ["series", "tensor", "int"]),
+    "no path": (
+        lambda: sx.barycenter([x[0], y[0]], length=3, loss=SoftDTW(band=0)),
+        ["band=0 leaves no path", "series 1", "at least 1"],
+    ),
+    "no path, half": (
+        lambda: sx.barycenter([x[0], y[0]], [0.5, 0.5], loss=SoftDTW(band=0, divergence=True)),
+        ["band=0 leaves no path", "series 0"],
+    ),
+    "overflow": (
+        lambda: sx.barycenter(torch.tensor([[[0.0]], [[1e200]]], dtype=torch.float64)),
+        ["objective is inf", "finite"],
+    ),
 }
 
 

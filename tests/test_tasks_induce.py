@@ -40,6 +40,13 @@ def test_models_are_compared(compared: Path) -> None:
     assert (compared / "support.html").read_text().count("<svg") == 2
 
 
+@pytest.mark.parametrize("command", ["evaluate", "predict", "show"])
+def test_no_weights_of_its_own(compared: Path, command: str, capsys) -> None:
+    assert main([command, str(compared), "--device=cpu"]) == 2
+    said = capsys.readouterr().err
+    assert "task induce has no weights of its own" in said and "result.json" in said
+
+
 def test_runs_against_a_file(compared: Path, tmp_path: Path, capsys) -> None:
     sentence = {"words": ["a", "b", "c"], "heads": [2, 0, 2]}
     (tmp_path / "parses.jsonl").write_text(json.dumps(sentence) + "\n")

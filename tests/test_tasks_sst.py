@@ -243,6 +243,8 @@ def test_sst_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
     found = json.loads(printed.out)
     assert found["label"] in ("negative", "positive") and 0 <= found["positive"] <= 1
     assert sorted(found["heads"]).count(0) == 1
+    chance = found["positive"] if found["label"] == "positive" else 1 - found["positive"]
+    assert chance >= 0.5 and found["text"] == f"{found['label']} {chance:.3f}"
 
 
 def test_sst_refuses() -> None:

@@ -198,6 +198,10 @@ def test_align_keeps_its_averages(aligned: Path, tmp_path: Path, capsys) -> None
     (tmp_path / "in.txt").write_text("1,2,3\n")
     assert main(["predict", str(aligned), str(tmp_path / "in.txt"), "--device=cpu"]) == 2
     assert "each of 24 numbers" in capsys.readouterr().err
+    for wrong in ("1 2 3", "1,2:3"):
+        (tmp_path / "in.txt").write_text(wrong)
+        assert main(["predict", str(aligned), str(tmp_path / "in.txt"), "--device=cpu"]) == 2
+        assert f"24 numbers between commas, got {wrong!r}" in capsys.readouterr().err
 
 
 def test_align_on_a_small_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

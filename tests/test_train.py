@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
@@ -113,6 +113,33 @@ def test_a_finished_run_resumes_to_its_result_and_beyond(tmp_path: Path) -> None
     assert fit(tmp_path, resume=True) == first
     assert fit(tmp_path, resume=True, steps=20)["steps"] == 20
     assert [line["step"] for line in curve(tmp_path) if line["kind"] == "train"] == [*range(1, 21)]
+
+
+def test_a_run_keeps_its_data(tmp_path: Path) -> None:
+    """What is resumed has the seed and the data it began with; its file says what was done."""
+    fit(tmp_path, eval_every=4)
+    written = (tmp_path / "config.toml").read_text()
+    for changes in ({"seed": 7}, {"examples": 65}, {"words": 3}):
+        ((name, now),) = changes.items()
+        then = getattr(config(), name)
+        words = rf"began with {name} = {then} and cannot go on with {now}\. .*--{name},.*--fresh"
+        with pytest.raises(UserError, match=words):
+            fit(tmp_path, resume=True, steps=20, **changes)
+    fit(tmp_path, resume=True, lr=5.0)  # makes no update
+    assert (tmp_path / "config.toml").read_text() == written
+    allowed = {"lr": 5.0, "batch_size": 8, "eval_every": 3, "patience": 9, "device": "cpu"}
+    fit(tmp_path, resume=True, steps=14, **allowed)
+    kept = read_toml(tmp_path / "config.toml")
+    assert {name: kept[name] for name in allowed} == allowed and kept["steps"] == 14
+
+
+def test_data_options_are_fixed() -> None:
+    """Of every recipe with updates; the folder of data sets may move."""
+    for name in set(tasks.names()) - {"align", "induce"}:
+        options = {f.name: f.metadata["fixed"] for f in fields(tasks.by_name(name).config)}
+        of_data = {"seed", "corpus", "examples", "train_file", "vectors"} & options.keys()
+        assert all(options[key] for key in of_data), name
+        assert not any(options.get(key) for key in ("data", "steps", "lr", "batch_size", "device"))
 
 
 def test_sigterm_saves(tmp_path: Path) -> None:

@@ -126,6 +126,13 @@ class StructDistribution(Distribution):
         """Exact draws, ``(*sample, B, *event)``."""
         return self._parts(self.structure.sample(sample_shape))
 
+    def gumbel_crf(self, temperature: float = 1.0) -> Any:
+        """Not here: the error says what to use."""
+        raise NotImplementedError(
+            f"{type(self).__name__}.gumbel_crf is not here. Give a structure with "
+            f"smoothing=sx.Shannon({temperature}) to sx.estimators.PerturbAndParse(hard=True)."
+        )
+
     def topk(self, k: int) -> Any:
         """The k best structures, ``(k, B, *event)``."""
         return self._parts(self.structure.topk(k).structures.movedim(1, 0))

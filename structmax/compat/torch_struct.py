@@ -12,7 +12,8 @@ that answers, with all its other queries. Different on purpose, everywhere:
 - ``argmax``, ``sample`` and ``topk`` carry no gradient. ``sample`` takes any shape.
 - ``to_event`` heeds its lengths, which torch-struct drops.
 
-Semirings and ``gumbel_crf`` are not here: see ``structmax.estimators``.
+Semirings and ``gumbel_crf`` are not here; for the latter there is
+``structmax.estimators.PerturbAndParse(hard=True)``, given ``structure``.
 
 >>> import torch
 >>> potentials = torch.zeros(1, 2, 2, 2)  # 3 positions, 2 tags, [step, to, from]

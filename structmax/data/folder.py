@@ -41,6 +41,8 @@ def find_data(name: str | Path, given: str | Path | None = None) -> Path:
     for path in (Path(name), folder / name, folder / f"{name}.xz"):
         if path.exists():
             return path
+    if Path(name).is_absolute():
+        raise FileNotFoundError(f"there is no {name}.")
     raise FileNotFoundError(
         f"there is no {name} in {folder}. Say where with --data FOLDER or STRUCTMAX_DATA."
     )

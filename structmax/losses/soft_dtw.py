@@ -39,7 +39,8 @@ class SoftDTW(torch.nn.Module):
         gamma: γ of Shannon's entropy
         omega: another Ω, such as ``sx.Gini(gamma)`` or ``sx.Hard()``
         divergence: subtract half the losses of each series with itself
-        band: see :class:`structmax.Alignment`; the loss is +inf where it leaves no path
+        band: see :class:`structmax.Alignment`; the loss is +inf, with a gradient of zero, where it
+            leaves no path, as 0 does for most series of different lengths; 1 always leaves one
 
     Shape: ``forward(x, y, lengths=None)`` takes x ``(*B, n, d)`` and y ``(*B, m, d)``, and as
     lengths a pair of ``(*B)``; it returns ``(*B)``.

@@ -7,6 +7,7 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
+from structmax import checks
 from structmax.structures.linear_chain import LinearChain
 
 
@@ -81,9 +82,12 @@ class CRF(nn.Module):
         if reduction not in ("none", "sum", "mean", "token_mean"):
             raise ValueError(f"invalid reduction: {reduction}")
         self._check(emissions, tags=tags, mask=mask)
-        chain, order = self._chain(emissions, mask)
-        tags = self._swap(tags)
-        log_likelihood = chain.log_prob(tags if order is None else tags.gather(1, order))
+        chosen = self._swap(tags)
+        try:
+            chain, order = self._chain(emissions, mask)
+            log_likelihood = chain.log_prob(chosen if order is None else chosen.gather(1, order))
+        except ValueError as error:
+            raise self._retold(error, emissions, mask, tags) from None
         if reduction == "none":
             return log_likelihood
         if reduction == "mean":
@@ -110,16 +114,12 @@ class CRF(nn.Module):
         With ``k``, each item's k best as pairs ``(tags, score)``, best first; fewer where an item
         has fewer.
         """
-        chain = self.structure(emissions, mask)
-        if k is None:
-            rows = chain.argmax_tags().tolist()
-            if chain.lengths is None:
-                return rows
-            return [row[:n] for row, n in zip(rows, chain.lengths.tolist())]
-        best = chain.topk(k)
-        tags = zip(*chain.decode(best.structures.movedim(1, 0)))  # (B, k) lists
-        items = zip(tags, best.scores.tolist(), best.exists.sum(1).tolist())
-        return [list(zip(ranked, scores))[:count] for ranked, scores, count in items]
+        self._check(emissions, mask=mask)
+        try:
+            chain = self.structure(emissions, mask)
+            return _best(chain) if k is None else _ranked(chain, k)
+        except ValueError as error:
+            raise self._retold(error, emissions, mask) from None
 
     def marginals(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
         """The probability of each tag at each position, shaped as ``emissions``. Differentiable.
@@ -127,8 +127,11 @@ class CRF(nn.Module):
         Zero where the mask is off.
         """
         self._check(emissions, mask=mask)
-        chain, order = self._chain(emissions, mask)
-        mu = chain.marginals()
+        try:
+            chain, order = self._chain(emissions, mask)
+            mu = chain.marginals()
+        except ValueError as error:
+            raise self._retold(error, emissions, mask) from None
         if order is not None:
             mu = torch.zeros_like(mu).scatter(1, order[..., None].expand_as(mu), mu)
         return self._swap(mu)
@@ -139,7 +142,10 @@ class CRF(nn.Module):
         Each item's unmasked positions come first, in their order; the rest is padding.
         """
         self._check(emissions, mask=mask)
-        return self._chain(emissions, mask)[0]
+        try:
+            return self._chain(emissions, mask)[0]
+        except ValueError as error:
+            raise self._retold(error, emissions, mask) from None
 
     def _chain(self, emissions: Tensor, mask: Tensor | None) -> tuple[LinearChain, Tensor | None]:
         """The chain, and the order ``(B, n)`` of its positions where the mask has holes."""
@@ -170,6 +176,54 @@ class CRF(nn.Module):
                     f"the first two dimensions of emissions and {name} must match, "
                     f"got {tuple(emissions.shape[:2])} and {tuple(tensor.shape)}"
                 )
+        if not emissions.is_floating_point():
+            raise ValueError(f"emissions must be floating point, got {emissions.dtype}")
+        tags = others.get("tags")
+        if tags is not None and not checks.holds_integers(tags):
+            raise ValueError(f"tags must be integers, got {tags.dtype}")
+
+    def _retold(
+        self, error: ValueError, emissions: Tensor, mask: Tensor | None, tags: Tensor | None = None
+    ) -> ValueError:
+        """An error of the chain in the caller's names and places, which only now are looked for."""
+        tensors = (self.transitions, emissions, mask, tags)
+        if len({t.device for t in tensors if t is not None}) > 1 or not checks.can_look():
+            return error
+        everywhere = emissions.new_ones(emissions.shape[:2], dtype=torch.bool)
+        on = everywhere if mask is None else mask.bool()
+        given: dict[str, tuple[Tensor, checks.Mask]]
+        given = {"emissions": (emissions, on[..., None])}
+        given |= {name: (scores, None) for name, scores in self.named_parameters()}
+        try:
+            checks.values("CRF", given)
+        except ValueError as found:
+            return found
+        if tags is None:
+            return error
+        wrong = on & ((tags < 0) | (tags >= self.num_tags))
+        if not bool(wrong.any()):
+            return error
+        where = tuple(wrong.nonzero()[0].tolist())
+        return ValueError(
+            f"CRF: a tag must be between 0 and {self.num_tags - 1}, got {int(tags[where])} at "
+            f"tags{list(where)}."
+        )
+
+
+def _best(chain: LinearChain) -> list[list[int]]:
+    """The best tags of each item."""
+    rows = chain.argmax_tags().tolist()
+    if chain.lengths is None:
+        return rows
+    return [row[:n] for row, n in zip(rows, chain.lengths.tolist())]
+
+
+def _ranked(chain: LinearChain, k: int) -> list[list[tuple[list[int], float]]]:
+    """The k best tags of each item, with their scores."""
+    best = chain.topk(k)
+    tags = zip(*chain.decode(best.structures.movedim(1, 0)))  # (B, k) lists
+    items = zip(tags, best.scores.tolist(), best.exists.sum(1).tolist())
+    return [list(zip(ranked, scores))[:count] for ranked, scores, count in items]
 
 
 def _is_prefix(mask: Tensor, lengths: Tensor) -> bool:

@@ -528,6 +528,12 @@ class Structure(Distribution):
                 f"{self._name}: both distributions must be over the same parts, got "
                 f"{tuple(self.event_shape)} and {other}."
             )
+        shapes = self.batch_shape, q.batch_shape
+        if any(a != b and 1 not in (a, b) for a, b in zip(*map(reversed, shapes))):
+            raise ValueError(
+                f"{self._name}: the batches of both distributions must broadcast, got "
+                f"{tuple(self.batch_shape)} and {tuple(q.batch_shape)}."
+            )
 
 
 def _refusal(query: str) -> Callable[..., NoReturn]:

@@ -236,7 +236,7 @@ class KSubset(OneSided, DynamicStructure):
         shape, n = checks.sample_shape(self._name, sample_shape), self.event_shape[0]
         if self._validate_args:
             with torch.no_grad():
-                checks.feasible("KSubset", "sample", self.log_partition())
+                self._check_feasible("sample", self.log_partition())
         size = (shape.numel(), *self.batch_shape, n + 1)
         numbers = torch.rand(size, dtype=torch.float64, generator=generator)
         take, leave = (p.detach() for p in self._parts())
@@ -262,6 +262,20 @@ class KSubset(OneSided, DynamicStructure):
     def argmax(self) -> Tensor:
         value, z, _, _ = self._best(self._parts())
         return self._refuse_infeasible("argmax", value, z.to(self.dtype))
+
+    def _check_feasible(self, query: str, value: Tensor) -> None:
+        if not (checks.can_look() and value.numel()) or value.amin().item() > -math.inf:
+            return
+        short = (value == -math.inf) & (self._lengths() < self._least)
+        if bool(short.any()):
+            item = tuple(short.nonzero()[0].tolist())
+            where = f"item {item[0] if len(item) == 1 else item}" if item else "the item"
+            size = int(self._lengths().expand(short.shape)[item])
+            raise ValueError(
+                f"KSubset.{query}: {where} allows no structure: it has {size} elements, and a "
+                f"subset has {self._size_in_words()}. Lower k, or drop the item."
+            )
+        checks.feasible("KSubset", query, value)
 
     def _argmax_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         value, z, _, _ = self._best(parts)

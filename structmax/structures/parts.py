@@ -152,11 +152,15 @@ class PartStructure(Structure):
         kept = self.__dict__.get("_kept")
         return self._value() if kept is None else self._cached(0)[0]
 
+    def _check_feasible(self, query: str, value: Tensor) -> None:
+        """An item without a structure is an error, that says why."""
+        checks.feasible(self._name, query, value)
+
     def _refuse_infeasible(self, query: str, value: Tensor, answer: Tensor) -> Tensor:
         """The answer; an item without a structure is an error, or NaN where one cannot look."""
         value = value.detach()
         if self._validate_args and checks.can_look():
-            checks.feasible(self._name, query, value)
+            self._check_feasible(query, value)
             return answer
         on_cpu = value.device.type == "cpu" and checks.can_look() and is_plain((value,))
         if on_cpu and np.isfinite(value.numpy()).all():

@@ -432,12 +432,6 @@ class PCFG(OneSided, DynamicStructure):
                 "no probability."
             )
 
-    def _refuse_infeasible(self, query: str, value: Tensor, answer: Tensor) -> Tensor:
-        if self._validate_args and checks.can_look():
-            self._check_feasible(query, value.detach())
-            return answer
-        return super()._refuse_infeasible(query, value, answer)
-
     def _aligned(self, q: Structure) -> tuple[DynamicStructure, DynamicStructure]:
         self._same_kind(q)
         if not isinstance(q, PCFG) or q.N != self.N:

@@ -21,8 +21,10 @@ from typing import Any, Literal, TypeVar
 from structmax.train.errors import UserError, near
 
 
-def option(default: Any, help: str) -> Any:
+def option(default: Any, help: str, fixed: bool = False) -> Any:
     """A field of a configuration, with the help text of its flag.
+
+    ``fixed``: what the data are, which a run keeps when it is resumed.
 
     >>> @dataclass
     ... class Config(TrainConfig):
@@ -30,7 +32,7 @@ def option(default: Any, help: str) -> Any:
     >>> Config().depth, dataclasses.fields(Config)[-1].metadata["help"]
     (3, 'How deep.')
     """
-    return field(default=default, metadata={"help": help})
+    return field(default=default, metadata={"help": help, "fixed": fixed})
 
 
 @dataclass
@@ -41,7 +43,9 @@ class TrainConfig:
     10
     """
 
-    seed: int = option(0, "Seed of the data order, the initial weights and the samples.")
+    seed: int = option(
+        0, "Seed of the data order, the initial weights and the samples.", fixed=True
+    )
     device: str = option("auto", "cpu, cuda, or auto: cuda where there is one.")
     amp: bool = option(False, "Compute in bfloat16 where autocast allows it.")
     steps: int = option(1000, "Train for this many updates; 0: no limit.")

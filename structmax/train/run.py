@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +51,18 @@ def write_options(folder: Path, config: TrainConfig) -> None:
     checkpoint.write_atomic(folder / "config.toml", to_toml(config).encode())
 
 
+def refuse_other_data(folder: Path, config: TrainConfig) -> None:
+    """A run goes on with the data that it began with, and their order."""
+    began = read_toml(folder / "config.toml")
+    for f in fields(config):
+        now = getattr(config, f.name)
+        if f.metadata.get("fixed") and began.get(f.name, now) != now:
+            raise UserError(
+                f"{folder} began with {f.name} = {began[f.name]!r} and cannot go on with {now!r}. "
+                f"Leave out --{f.name.replace('_', '-')}, or start again with --fresh."
+            )
+
+
 def read(folder: Path, **changes: Any) -> tuple[Task, TrainConfig]:
     """The task of a run and its options, some of them changed."""
     if not exists(folder):
@@ -82,6 +95,9 @@ def load(folder: Path, device: torch.device, **changes: Any) -> Trained:
     task, config = read(folder, **changes)
     path = folder / "best.safetensors"
     if not path.exists():
+        if type(task).model is Task.model:
+            told = folder / "result.json"
+            raise UserError(f"task {task.name} has no weights of its own; its result is {told}.")
         raise UserError(f"{folder} has no weights yet: there is no {path}.")
     tensors, state = checkpoint.load(path)
     try:

@@ -150,11 +150,13 @@ class Trainer:
                 "that all machines share."
             )
         if found[0]:
+            run.refuse_other_data(self.folder, self.config)
             self._resume(last)
         if self.workers.first:
             if not found[0]:
                 run.create(self.folder, self.task, self.config)
-            run.write_options(self.folder, self.config)
+            elif not self._done():  # else no update follows
+                run.write_options(self.folder, self.config)
             checkpoint.remove_remains(self.folder)
             self.log = Log(self.folder, self.step)
         self.progress = Progress(self.task.name, silent or not self.workers.first)

@@ -265,13 +265,14 @@ class Align(Task):
 
     def predict(self, model: Any, lines: Sequence[str]) -> Iterator[dict[str, Any]]:
         n, d = self.facts["shape"]
+        wanted = f"{d} features between colons, each of {n} numbers between commas"
         for line in lines:
-            series = np.array([feature.split(",") for feature in line.split(":")], np.float32).T
+            try:
+                series = np.array([feature.split(",") for feature in line.split(":")], np.float32).T
+            except ValueError:  # words, or features of different lengths
+                raise ValueError(f"expected {wanted}, got {line[:40]!r}.") from None
             if series.shape != (n, d):
-                raise ValueError(
-                    f"expected {d} features between colons, each of {n} numbers between commas, "
-                    f"got {series.shape[1]} of {series.shape[0]}."
-                )
+                raise ValueError(f"expected {wanted}, got {series.shape[1]} of {series.shape[0]}.")
             far = model(torch.from_numpy(series)[None].to(model.averages))[0]
             name = self.facts["classes"][int(far.argmin())]
             yield {"class": name, "distances": far.tolist(), "text": name}

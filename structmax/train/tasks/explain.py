@@ -46,10 +46,12 @@ class ExplainConfig(TrainConfig):
     clip: float = option(5.0, "Largest norm of the gradient of chooser and of reader; 0: any.")
     eval_every: int = option(54, "Updates between looks at the validation split.")
     corpus: str = option(
-        "", "Folder of train, dev and test files, sst; none: a tiny generated set."
+        "", "Folder of train, dev and test files, sst; none: a tiny generated set.", fixed=True
     )
     data: str = option("", "Folder of data sets; else $STRUCTMAX_DATA, or beside the checkout.")
-    vectors: str = option("", "File of word vectors, such as glove/glove6B100d_subset.txt.")
+    vectors: str = option(
+        "", "File of word vectors, such as glove/glove6B100d_subset.txt.", fixed=True
+    )
     frozen: bool = option(False, "Keep the words' vectors as they were given.")
     k: int = option(10, "How many words are chosen; all of a shorter sentence.")
     words: Literal["chosen", "all", "random"] = option("chosen", "What the reader sees.")
@@ -57,7 +59,7 @@ class ExplainConfig(TrainConfig):
         "imle:lam=1000,noise=sum-of-gamma",
         "How the choice is trained: NAME or NAME:OPTION=VALUE,…; l2x, or l2x:temperature=0.5.",
     )
-    examples: int = option(400, "Training sentences to generate.")
+    examples: int = option(400, "Training sentences to generate.", fixed=True)
     word_size: int = option(100, "Size of the words' vectors.")
     hidden_size: int = option(100, "Size of the states.")
     dropout: float = option(0.5, "Probability of dropout of words' vectors and before the end.")

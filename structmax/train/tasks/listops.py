@@ -40,17 +40,25 @@ class ListOpsConfig(TrainConfig):
     tracking: bool = option(False, "Let SPINN's parser remember what it has seen.")
     dropout: float = option(0.0, "Probability of dropout in the cell and the classifier.")
     beam: int = option(1, "Average predictions over this many trees at evaluation.")
-    examples: int = option(20000, "Training expressions to generate.")
-    valid_examples: int = option(1000, "Expressions for validation, apart from training's.")
-    test_examples: int = option(1000, "Test expressions to generate.")
-    max_depth: int = option(20, "Depth of the generated expressions.")
-    max_args: int = option(5, "Most arguments of a generated operator.")
-    min_length: int = option(1, "Fewest tokens of a generated expression.")
-    max_length: int = option(0, "Most tokens of a generated expression; 0: any.")
-    train_length: int = option(0, "Leave longer expressions out of training alone; 0: none.")
+    examples: int = option(20000, "Training expressions to generate.", fixed=True)
+    valid_examples: int = option(
+        1000, "Expressions for validation, apart from training's.", fixed=True
+    )
+    test_examples: int = option(1000, "Test expressions to generate.", fixed=True)
+    max_depth: int = option(20, "Depth of the generated expressions.", fixed=True)
+    max_args: int = option(5, "Most arguments of a generated operator.", fixed=True)
+    min_length: int = option(1, "Fewest tokens of a generated expression.", fixed=True)
+    max_length: int = option(0, "Most tokens of a generated expression; 0: any.", fixed=True)
+    train_length: int = option(
+        0, "Leave longer expressions out of training alone; 0: none.", fixed=True
+    )
     data: str = option("", "Folder of data sets; else $STRUCTMAX_DATA, or beside the checkout.")
-    train_file: str = option("", "Training expressions in the official format, not generated.")
-    test_file: str = option("", "Test expressions in the official format, not generated.")
+    train_file: str = option(
+        "", "Training expressions in the official format, not generated.", fixed=True
+    )
+    test_file: str = option(
+        "", "Test expressions in the official format, not generated.", fixed=True
+    )
 
 
 class ListOps(Task):

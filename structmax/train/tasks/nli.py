@@ -53,12 +53,16 @@ class NLIConfig(TrainConfig):
     lr: float = option(4e-4, "Learning rate of all but the parser.")
     clip: float = option(5.0, "Largest norm of the gradient of parser and of composer; 0: any.")
     eval_every: int = option(281, "Updates between looks at the validation split.")
-    corpus: str = option("", "Folder of the pairs, such as snli; none: a tiny generated set.")
+    corpus: str = option(
+        "", "Folder of the pairs, such as snli; none: a tiny generated set.", fixed=True
+    )
     data: str = option("", "Folder of data sets; else $STRUCTMAX_DATA, or beside the checkout.")
-    train_file: str = option("train_subset18k.tsv", "Of the corpus, to train with.")
-    valid_file: str = option("validation.tsv", "Of the corpus, to choose the step by.")
-    test_file: str = option("test.tsv", "Of the corpus, to test.")
-    vectors: str = option("", "File of word vectors, such as glove/glove6B100d_subset.txt.")
+    train_file: str = option("train_subset18k.tsv", "Of the corpus, to train with.", fixed=True)
+    valid_file: str = option("validation.tsv", "Of the corpus, to choose the step by.", fixed=True)
+    test_file: str = option("test.tsv", "Of the corpus, to test.", fixed=True)
+    vectors: str = option(
+        "", "File of word vectors, such as glove/glove6B100d_subset.txt.", fixed=True
+    )
     encoder: Literal[
         "esim", "lstm", "bilstm", "balanced", "random", "easy-first", "spinn", "dependency",
         "chain", "projective", "nonprojective",
@@ -76,7 +80,7 @@ class NLIConfig(TrainConfig):
     )
     layers: int = option(2, "Of the graph network along a dependency tree.")
     max_iter: int = option(20, "Most steps of SparseMAP, for each pair.")
-    examples: int = option(800, "Training pairs to generate.")
+    examples: int = option(800, "Training pairs to generate.", fixed=True)
     word_size: int = option(100, "Size of the words' vectors.")
     hidden_size: int = option(200, "Size of the states.")
     dropout: float = option(0.3, "Probability of dropout.")

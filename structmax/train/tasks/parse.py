@@ -52,9 +52,11 @@ class ParseConfig(TrainConfig):
     )
     warmup: int = option(50, "Updates over which the learning rate rises from 0.")
     clip: float = option(5.0, "Largest norm of the gradient; 0: any.")
-    corpus: str = option("", "Folder of CoNLL-U files; none: a tiny generated set.")
+    corpus: str = option("", "Folder of CoNLL-U files; none: a tiny generated set.", fixed=True)
     data: str = option("", "Folder of data sets; else $STRUCTMAX_DATA, or beside the checkout.")
-    vectors: str = option("", "File of word vectors, such as glove/glove6B100d_subset.txt.")
+    vectors: str = option(
+        "", "File of word vectors, such as glove/glove6B100d_subset.txt.", fixed=True
+    )
     trees: Literal["nonprojective", "projective", "none", "random"] = option(
         "nonprojective",
         "What heads form, with one root. none: heads are independent of each other; random: a "
@@ -65,7 +67,7 @@ class ParseConfig(TrainConfig):
     )
     max_iter: int = option(100, "Most steps of SparseMAP for a sentence, in training.")
     support: bool = option(False, "Also count the trees of SparseMAP for each sentence.")
-    examples: int = option(300, "Training sentences to generate.")
+    examples: int = option(300, "Training sentences to generate.", fixed=True)
     least_count: int = option(2, "Words seen less often have no vector of their own.")
     word_size: int = option(100, "Size of the words' vectors.")
     char_size: int = option(50, "Size of the letters' vectors and states.")

@@ -39,16 +39,20 @@ class SemDepConfig(TrainConfig):
     batch_tokens: int = option(4000, "At most this many words, padding included; 0: no limit.")
     lr: float = option(1e-3, "Learning rate of all but the parser.")
     clip: float = option(5.0, "Largest norm of the gradient of parser and of the rest; 0: any.")
-    corpus: str = option("", "Folder of CoNLL-U files with graphs; none: a tiny generated set.")
+    corpus: str = option(
+        "", "Folder of CoNLL-U files with graphs; none: a tiny generated set.", fixed=True
+    )
     data: str = option("", "Folder of data sets; else $STRUCTMAX_DATA, or beside the checkout.")
-    vectors: str = option("", "File of word vectors, such as glove/glove6B100d_subset.txt.")
+    vectors: str = option(
+        "", "File of word vectors, such as glove/glove6B100d_subset.txt.", fixed=True
+    )
     syntax: Literal["latent", "pipeline", "multi-task", "gold", "random", "none"] = option(
         "latent", "What the tree is for; see structmax.nn.SemanticGraph. gold, random: given ones."
     )
     estimator: str = option(
         "spigot", "How a latent tree is trained: NAME or NAME:OPTION=VALUE,…; it must give a z."
     )
-    examples: int = option(300, "Training sentences to generate.")
+    examples: int = option(300, "Training sentences to generate.", fixed=True)
     word_size: int = option(100, "Size of the words' vectors.")
     hidden_size: int = option(400, "Size of the states.")
     dropout: float = option(0.33, "Probability of dropout.")

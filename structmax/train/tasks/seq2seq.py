@@ -46,13 +46,15 @@ class Seq2SeqConfig(TrainConfig):
         "cosine", "How the learning rate falls over the run; late: linearly in the last 40%."
     )
     eval_every: int = option(453, "Updates between looks at the validation split.")
-    corpus: str = option("", "Folder of the corpus, such as multi30k; none: a tiny generated set.")
+    corpus: str = option(
+        "", "Folder of the corpus, such as multi30k; none: a tiny generated set.", fixed=True
+    )
     data: str = option("", "Folder of data sets; else $STRUCTMAX_DATA, or beside the checkout.")
     kind: Literal["translation", "summary"] = option(
-        "translation", "Of parallel text, or of JSON lines with document and summary."
+        "translation", "Of parallel text, or of JSON lines with document and summary.", fixed=True
     )
-    source: str = option("de", "What to translate: the end of the names of its files.")
-    target: str = option("en", "Into what.")
+    source: str = option("de", "What to translate: the end of the names of its files.", fixed=True)
+    target: str = option("en", "Into what.", fixed=True)
     attention: Literal[
         "softmax", "sparsemax", "entmax", "fusedmax", "oscarmax", "csparsemax", "uniform", "random"
     ] = option(
@@ -65,9 +67,9 @@ class Seq2SeqConfig(TrainConfig):
     output: Literal["softmax", "entmax"] = option(
         "softmax", "What next words are trained by: cross-entropy, or the loss of 1.5-entmax."
     )
-    examples: int = option(600, "Training pairs to generate.")
+    examples: int = option(600, "Training pairs to generate.", fixed=True)
     least_count: int = option(2, "Words seen less often in training are unknown.")
-    most_words: int = option(100, "Take only so many words of a document to summarize.")
+    most_words: int = option(100, "Take only so many words of a document to summarize.", fixed=True)
     hidden_size: int = option(512, "Size of the vectors and states.")
     dropout: float = option(0.4, "Probability of dropout of words and before the output.")
 

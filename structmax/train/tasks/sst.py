@@ -43,10 +43,12 @@ class SSTConfig(TrainConfig):
     clip: float = option(5.0, "Largest norm of the gradient of parser and of composer; 0: any.")
     eval_every: int = option(54, "Updates between looks at the validation split.")
     corpus: str = option(
-        "", "Folder of train, dev and test files, sst; none: a tiny generated set."
+        "", "Folder of train, dev and test files, sst; none: a tiny generated set.", fixed=True
     )
     data: str = option("", "Folder of data sets; else $STRUCTMAX_DATA, or beside the checkout.")
-    vectors: str = option("", "File of word vectors, such as glove/glove6B100d_subset.txt.")
+    vectors: str = option(
+        "", "File of word vectors, such as glove/glove6B100d_subset.txt.", fixed=True
+    )
     trees: Literal["latent", "graph", "flat", "left", "balanced", "random", "file", "none"] = (
         option(
             "latent",
@@ -54,7 +56,9 @@ class SSTConfig(TrainConfig):
         )
     )
     trees_file: str = option(
-        "", "Parses of all sentences, for --trees file: CoNLL-U, or .jsonl with words and heads."
+        "",
+        "Parses of all sentences, for --trees file: CoNLL-U, or .jsonl with words and heads.",
+        fixed=True,
     )
     estimator: str = option(
         "sparse-expectation:max_iter=10",
@@ -62,13 +66,15 @@ class SSTConfig(TrainConfig):
         "further than on --graphs.",
     )
     graphs: str = option(
-        "", "Treebank with enhanced graphs, to train the parser of --trees graph on first."
+        "",
+        "Treebank with enhanced graphs, to train the parser of --trees graph on first.",
+        fixed=True,
     )
     pretrain: int = option(1000, "Updates on --graphs, before all others.")
     composer: Literal["child-sum", "gcn"] = option("child-sum", "What reads the tree.")
     projective: bool = option(False, "Let no arcs of latent trees cross.")
     context: bool = option(False, "Let the composer see words in context, by a BiLSTM.")
-    examples: int = option(400, "Training sentences to generate.")
+    examples: int = option(400, "Training sentences to generate.", fixed=True)
     word_size: int = option(100, "Size of the words' vectors.")
     hidden_size: int = option(150, "Size of the states.")
     dropout: float = option(0.5, "Probability of dropout of words' vectors and of the sentence.")
@@ -237,7 +243,7 @@ class SST(Task):
                 (found["heads"],) = model.parse(*inputs).tolist()
             elif batch.heads is not None:
                 (found["heads"],) = batch.heads.tolist()
-            yield {**found, "text": f"{label} {p[1]:.3f}"}
+            yield {**found, "text": f"{label} {max(p):.3f}"}
 
 
 # -- trees ----------------------------------------------------------------------------------------

@@ -52,19 +52,23 @@ class TagConfig(TrainConfig):
     )
     clip: float = option(5.0, "Largest norm of the gradient; 0: any.")
     tags: Literal["upos", "ner"] = option(
-        "upos", "What to tag: upos of CoNLL-U files, or the spans of CoNLL columns."
+        "upos", "What to tag: upos of CoNLL-U files, or the spans of CoNLL columns.", fixed=True
     )
-    corpus: str = option("", "Folder of train, dev and test files; none: a tiny generated set.")
+    corpus: str = option(
+        "", "Folder of train, dev and test files; none: a tiny generated set.", fixed=True
+    )
     data: str = option("", "Folder of data sets; else $STRUCTMAX_DATA, or beside the checkout.")
-    encoding: str = option("utf-8", "Of columns; CoNLL-2002 has latin-1.")
-    vectors: str = option("", "File of word vectors, such as glove/glove6B100d_subset.txt.")
+    encoding: str = option("utf-8", "Of columns; CoNLL-2002 has latin-1.", fixed=True)
+    vectors: str = option(
+        "", "File of word vectors, such as glove/glove6B100d_subset.txt.", fixed=True
+    )
     loss: Literal["crf", "smoothed", "perceptron", "hinge", "sparsemap"] = option(
         "crf", "What the chain is trained by; smoothed: by Gini."
     )
     transitions: Literal["learned", "none", "random"] = option(
         "learned", "Of the chain. none: tags are independent of each other; random: kept as drawn."
     )
-    examples: int = option(300, "Training sentences to generate.")
+    examples: int = option(300, "Training sentences to generate.", fixed=True)
     least_count: int = option(2, "Words seen less often have no vector of their own.")
     word_size: int = option(100, "Size of the words' vectors.")
     char_size: int = option(50, "Size of the characters' vectors and states.")

@@ -27,8 +27,8 @@ class ToyConfig(TrainConfig):
 
     steps: int = option(200, "Train for this many updates; 0: no limit.")
     lr: float = option(1e-2, "Learning rate.")
-    examples: int = option(512, "Training examples to generate.")
-    words: int = option(4, "Words in the vocabulary, and tags.")
+    examples: int = option(512, "Training examples to generate.", fixed=True)
+    words: int = option(4, "Words in the vocabulary, and tags.", fixed=True)
     dim: int = option(16, "Size of the hidden states.")
     dropout: float = option(0.1, "Probability to drop an embedding's entry.")
 
