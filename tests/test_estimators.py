@@ -38,8 +38,6 @@ def applicable(row: str, structure: sx.Structure) -> est.Estimator:
     estimator = ESTIMATORS[row]()
     if not estimator.applies_to(structure):
         pytest.skip(f"{row} does not apply to {structure!r}")
-    if row == "straight-through-softmax" and getattr(structure, "_local_groups", True) is None:
-        pytest.skip("no local groups")
     return estimator
 
 
@@ -244,3 +242,69 @@ def test_gradient_reaches_additional_scores(name: str, row: str) -> None:
             assert total[k] > 0, k
         else:
             assert (total[k] > 0) == (row not in WITHOUT_ADDITIONAL), (k, total)
+
+
+# -- transforms ----------------------------------------------------------------------------------
+
+MADE_UP = [
+    "perturbed", "perturb-and-parse-hard", "straight-through", "straight-through-marginals",
+    "spigot", "spigot-cross-entropy", "black-box", "perturb-and-map", "imle", "imle-adaptive",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", MADE_UP)
+def test_torch_func(row: str) -> None:
+    """Gradients that are made up are the same by autograd, by grad, and item by item in vmap."""
+    torch.manual_seed(0)
+    price = torch.randn(4, 3, dtype=f64)
+    transition, x = torch.randn(3, 3, dtype=f64), torch.randn(3, 2, 4, 3, dtype=f64)
+
+    def loss(x: Tensor) -> Tensor:  # the transitions are mapped too, and have no batch
+        s = sx.LinearChain(x, transition * x.mean(), lengths=torch.tensor([4, 3]))
+        return ESTIMATORS[row]().loss(s, lambda z: (z * price).sum((-1, -2))).sum()
+
+    leaf = x.clone().requires_grad_()
+    each = [loss(item) for item in leaf]
+    (expected,) = torch.autograd.grad(sum(each), leaf)
+    assert bool(expected.any())
+    close(torch.func.grad(loss)(x[0]), expected[0])
+    mapped = torch.func.vmap(torch.func.grad(loss), randomness="same")(x[:1])
+    close(mapped, expected[:1])
+    if row != "imle-adaptive":  # whose λ moves on from item to item
+        total = lambda x: torch.func.vmap(loss, randomness="same")(x).sum()  # noqa: E731
+        close(torch.func.vmap(torch.func.grad(loss), randomness="same")(x), expected)
+        close(torch.func.grad(total)(x), expected)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum())(x[0])
+
+
+def test_further_steps_refuse_torch_func() -> None:
+    spigot, x = est.SPIGOT(pullback_steps=2), torch.randn(5)
+    with pytest.raises(TypeError, match=r"pullback_steps.*torch\.func"):
+        torch.func.grad(lambda x: spigot.loss(sx.KSubset(x, 2), lambda z: z[..., 0]))(x)
+
+
+def test_made_inside_compile() -> None:
+    """Pullbacks break the graph, and the numbers stay."""
+    torch.manual_seed(0)
+    x, price = torch.randn(2, 5, dtype=f64), torch.randn(5, dtype=f64)
+
+    def loss(x: Tensor) -> Tensor:
+        return est.IMLE(2.0, noise=None).loss(sx.KSubset(x, 2), lambda z: z @ price).sum()
+
+    torch.compiler.reset()
+    found = []
+    for function in (loss, torch.compile(loss, backend="aot_eager")):
+        leaf = x.clone().requires_grad_()
+        found += torch.autograd.grad(function(leaf), leaf)
+    assert bool(found[0].any())
+    close(*found)
+
+
+@pytest.mark.parametrize("name", ["subset-between", "binary-tree", "assignment-padded", "edit"])
+def test_softmax_needs_groups(name: str) -> None:
+    s, estimator = _make(ROWS[f"{name}/shannon"]), est.StraightThrough("softmax")
+    assert not estimator.applies_to(s) and est.StraightThrough().applies_to(s)
+    with pytest.raises(ValueError, match=r'has no groups.*Use backward="marginals"'):
+        estimator(s)
+    assert estimator.applies_to(sx.Choice(torch.zeros(3)))

@@ -706,9 +706,7 @@ def test_names_the_item_without_a_way() -> None:
     graph = sx.FactorGraph()
     ids = graph.variables(scores, batch_dims=1)
     graph.budget(ids, 3, least=2)
-    with pytest.raises(
-        ValueError, match=r"item 1: a constraint needs 2 .* only 1 are not"
-    ):
+    with pytest.raises(ValueError, match=r"item 1: a constraint needs 2 .* only 1 are not"):
         graph.lp_map()
 
 

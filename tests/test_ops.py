@@ -19,10 +19,11 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 
 import structmax as sx
-from structmax.forest import ops
+from structmax.forest import ops, topology
 from structmax.forest.chain import ops as dense
 from structmax.oracles import matrix_tree
 from structmax.primitive import Primitive
+from structmax.structures import dynamic
 
 f64 = torch.float64
 FOREST = diamond()
@@ -476,6 +477,30 @@ def test_compile_discrete() -> None:
         close(a, b)  # other sizes
 
 
+def test_compile_draws_no_forest() -> None:
+    """Walks under other smoothings in one graph, of forests that nobody has drawn yet."""
+    torch.manual_seed(0)
+    x, transition = torch.randn(2, 7, 3, dtype=f64), torch.randn(3, 3, dtype=f64)
+    z = sx.LinearChain(x, transition, smoothing=sx.Gini()).sample()
+
+    def queries(x: Tensor) -> Tensor:
+        chain = sx.LinearChain(x, transition, smoothing=sx.Gini(2.0))
+        tree = sx.BinaryTree(x @ x.mT, smoothing=sx.Tsallis(1.5))
+        other = sx.BinaryTree(x @ x.mT / 2, smoothing=sx.Tsallis(1.5))
+        walks = chain.log_prob(z) + chain.entropy() + torch.distributions.kl_divergence(tree, other)
+        return walks.sum() + tree.log_partition().sum()
+
+    torch.compiler.reset()
+    found = []
+    for function in (torch.compile(queries, fullgraph=True, backend="aot_eager"), queries):
+        topology._cache.clear()
+        leaf = x.clone().requires_grad_()
+        value = function(leaf)
+        found.append([value.detach(), *torch.autograd.grad(value, leaf)])
+    for a, b in zip(*found, strict=True):
+        close(a, b)
+
+
 def discrete_calls() -> dict[str, tuple]:
     case, chain = forest_case(), chain_case(True)
     theta, goal, key = case.scores[0], case.constants[0], FOREST.key
@@ -544,6 +569,17 @@ def test_opcheck(name: str, layout: str) -> None:
         if name == "sample":
             pytest.skip("uniform numbers carry the batch second")
     opcheck(op, arguments)
+
+
+@pytest.mark.parametrize("items", [3, 0])
+def test_opcheck_walks(items: int) -> None:
+    case, code = forest_case(), list(CODES["gini"])
+    theta, goal = case.scores[0][:items].clone(), case.constants[0][:items]
+    q = dynamic._walk(theta, None, FOREST.key, code, FOREST.num_edges)
+    for x, goals in ((theta, None), (q, goal)):
+        leaf, g = x.clone().requires_grad_(), torch.randn_like(q)
+        opcheck(dynamic._walk, (leaf, goals, FOREST.key, code, FOREST.num_edges))
+        opcheck(dynamic._walk_back, (g, x, goals, FOREST.key, code))
 
 
 def map_tensors(argument, scores, uniform=None):

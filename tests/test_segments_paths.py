@@ -14,6 +14,7 @@ from table import ROWS, dag, randn
 
 import structmax as sx
 from structmax.oracles import shortest_path
+from structmax.structures.path import _graph
 from structmax.testing import CHECKS
 
 nan, inf = math.nan, math.inf
@@ -414,6 +415,24 @@ def test_unreachable_unlooked() -> None:
         s = sx.Path(dag(), randn(2, 10), 5, target, validate_args=False)
         assert s.log_partition()[1] == -inf
         assert bool(s.argmax()[1].isnan().all()) and bool(s.marginals()[1].isnan().all())
+
+
+def test_path_compiled() -> None:
+    """Edges are looked at outside of the graph, in each call."""
+    scores, others = randn(2, 5), torch.tensor([[0, 1], [0, 2], [2, 1], [1, 3], [2, 3]])
+    edges = torch.tensor([[0, 1], [0, 2], [1, 2], [1, 3], [2, 3]])
+
+    def value(edges: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return sx.Path(edges, scores, 0, 3).log_partition()
+
+    torch.compiler.reset()
+    _graph.cache_clear()
+    compiled = torch.compile(value, backend="aot_eager")
+    for given in (edges, others, edges):
+        torch.testing.assert_close(compiled(given, scores), value(given, scores))
+    path = sx.Path(edges, torch.zeros(5), 0, 3, smoothing=sx.Gini())
+    step = torch.compile(lambda x: path.perturb(x).entropy(), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(step(scores), path.perturb(scores).entropy())
 
 
 # -- grids ---------------------------------------------------------------------------------------

@@ -672,3 +672,16 @@ def test_finite_masks(mask: float, k: int | tuple[int, int]) -> None:
     forbidden = sx.KSubset(torch.where(scores < -100, -torch.inf, scores), k)
     for query in ("log_partition", "marginals", "entropy", "argmax"):
         torch.testing.assert_close(getattr(masked, query)(), getattr(forbidden, query)())
+
+
+def test_assignments_compiled_at_other_sizes() -> None:
+    def answers(scores: Tensor) -> tuple[Tensor, ...]:
+        s = sx.Assignment(scores)
+        return s.log_partition(), s.marginals(), s.entropy(), s.sample((2,)).sum((-1, -2))
+
+    torch.compiler.reset()
+    compiled = torch.compile(answers, fullgraph=True, backend="aot_eager")
+    for shape in ((2, 3, 4), (3, 3, 5), (2, 5, 4)):
+        scores = torch.randn(shape)
+        for a, b in zip(compiled(scores), answers(scores), strict=True):
+            torch.testing.assert_close(a, b)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from structmax import checks
+from structmax.primitive import recordable, recording
 from structmax.structures.base import Structure
 
-Pullback = Callable[[Any, Tensor, Tensor], Tensor]
+Pullback = Callable[..., Tensor]
 
 
 class Estimator:
@@ -49,6 +50,15 @@ class Estimator:
     def applies_to(self, structure: Structure) -> bool:
         """Whether the structure has every query that is needed."""
         return all(structure.supports(query) for query in self.needs)
+
+
+class ModuleEstimator(Estimator, torch.nn.Module):
+    """One with a state. It is a module before any option is set, which Dynamo asks for."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        module = super().__new__(cls)
+        torch.nn.Module.__init__(module)
+        return module
 
 
 def call_cost(
@@ -149,63 +159,119 @@ def wide(t: Tensor, structure: Structure) -> Tensor:
     return t[(..., *[None] * len(structure.event_shape))]
 
 
+def has_groups(structure: Structure) -> bool:
+    """Whether ``local_softmax`` is defined."""
+    return getattr(structure, "_local_groups", None) is not None
+
+
+def refuse_without_groups(structure: Structure) -> None:
+    """An error where ``local_softmax`` is not defined."""
+    if isinstance(structure, Structure) and not has_groups(structure):
+        raise ValueError(
+            f'StraightThrough("softmax"): {type(structure).__name__} has no groups of parts of '
+            'which every structure has exactly one. Use backward="marginals" or "identity".'
+        )
+
+
 def straight(structure: Structure, g: Tensor) -> Tensor:
     """What has the gradient g in the primary scores, and none in the others."""
     scores = structure.primary
     return torch.where(scores == -math.inf, 0.0, scores) * g
 
 
-def surrogate(structure: Structure, z: Tensor, pullback: Pullback) -> Tensor:
+def surrogate(structure: Structure, z: Tensor, pullback: Pullback, *more: Tensor) -> Tensor:
     """z as it is, whose gradient in the structure's scores is made up by ``pullback``.
 
-    ``pullback(structure, z, g)`` is given the structure again with its scores as leaves, and
+    ``pullback(structure, z, g, *more)`` is given the structure again with its scores as leaves, and
     g = ∂L/∂z, with zeros where no structure has a part. The gradient of the sum of what it returns,
     in every score of the structure, takes the place of the derivative of z, which is zero or not
-    defined. It is called once for each backward pass. There is no second derivative.
+    defined. It is called once for each backward pass, for each item under ``torch.vmap``; tensors
+    made in the same transform must be among ``more``. There is no second derivative.
     """
     if not isinstance(structure, Structure):
         raise ValueError(
             f"an estimator takes a structure, such as sx.LinearChain(...), got "
             f"{type(structure).__name__}."
         )
-    scores = {k: t for k, (t, _) in structure._tensors().items() if t.is_floating_point()}
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in scores.values()):
+    given = {name: t for name, (t, _) in structure._tensors().items()}
+    watched = any(t.requires_grad for t in given.values())
+    watched = watched or torch._C._are_functorch_transforms_active()
+    if not (torch.is_grad_enabled() and watched):
         return z
-    return _Surrogate.apply(structure, pullback, z.detach(), list(scores), *scores.values())
+    how = _How(structure, pullback, tuple(given))
+    return _Surrogate.apply(how, z.detach(), *given.values(), *more)
+
+
+@dataclass
+class _How:
+    structure: Any  # a structure whose tensors are not looked at
+    pullback: Pullback
+    names: tuple[str, ...]  # of its tensors
+    needed: tuple[bool, ...] = ()  # which of them get a gradient
 
 
 class _Surrogate(torch.autograd.Function):
     """z, with a gradient in scores on which it does not depend smoothly."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        structure: Structure,
-        pullback: Pullback,
-        z: Tensor,
-        names: list[str],
-        *scores: Any,
-    ) -> Tensor:
-        ctx.structure, ctx.pullback, ctx.names = structure, pullback, names
-        ctx.save_for_backward(z, *scores)
+    def forward(how: _How, z: Tensor, *tensors: Tensor) -> Tensor:
         return z.clone()  # what the caller does with it in place is no business of ours
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.how, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        z, *scores = ctx.saved_tensors
-        with torch.enable_grad():
-            needed = ctx.needs_input_grad[4:]
-            leaves = [t.detach().requires_grad_(n) for t, n in zip(scores, needed, strict=True)]
-            given = {name: t.detach() for name, (t, _) in ctx.structure._tensors().items()}
-            live = ctx.structure._rebuild(**{**given, **dict(zip(ctx.names, leaves, strict=True))})
+        z, *tensors = ctx.saved_tensors
+        needed = ctx.needs_input_grad[2 : 2 + len(ctx.how.names)]
+        found = iter(_Pulled.apply(replace(ctx.how, needed=needed), g, z, *tensors))
+        rest = [None] * (len(tensors) - len(needed))
+        return (None, None, *[next(found) if n else None for n in needed], *rest)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
+        return torch.stack([_Surrogate.apply(*item) for item in _items(info, in_dims, args)]), 0
+
+
+class _Pulled(torch.autograd.Function):
+    """The gradient that a pullback makes up. A function of its own, so that a pullback is given
+    plain tensors in any transform."""
+
+    @staticmethod
+    def forward(how: _How, g: Tensor, z: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        count = len(how.names)
+        with recording():
+            pairs = zip(tensors, how.needed, strict=False)
+            leaves = [recordable(t).requires_grad_(needed) for t, needed in pairs]
+            live = how.structure._rebuild(**dict(zip(how.names, leaves, strict=True)))
             live._validate_args = False  # the structures that it is asked about are its own
             usable = live._usable_parts() & (live.primary.detach() > -math.inf)
-            g = torch.where(usable, g.detach(), 0.0)
-            total = ctx.pullback(live, z, g).sum()
+            g = torch.where(usable, recordable(g), 0.0)
+            total = how.pullback(live, z, g, *tensors[count:]).sum()
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
-            if total.requires_grad:
-                found = iter(torch.autograd.grad(total, wanted, materialize_grads=True))
-            else:
-                found = iter([torch.zeros_like(leaf) for leaf in wanted])
-        return (None, None, None, None, *[next(found) if n else None for n in needed])
+            if not total.requires_grad:
+                return tuple(torch.zeros_like(leaf) for leaf in wanted)
+            return torch.autograd.grad(total, wanted, materialize_grads=True)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> None:
+        raise RuntimeError("an estimator that makes its gradient up has no second derivative.")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        found = [_Pulled.apply(*item) for item in _items(info, in_dims, args)]
+        out = tuple(torch.stack(column) for column in zip(*found, strict=True))
+        return out, (0,) * len(out)
+
+
+def _items(info: Any, in_dims: Any, args: tuple[Any, ...]) -> Iterator[list[Any]]:
+    """The arguments of each mapped item. One at a time: scores that items share would become a
+    batch, which not every structure can tell from its other dimensions."""
+    for i in range(info.batch_size):
+        yield [a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)]

@@ -68,7 +68,7 @@ class GumbelStraightThrough(Estimator):
             epsilon = noise.draw("gumbel", structure, self.samples, self.generator)
             z = structure.perturb(epsilon).argmax().to(structure.dtype)
 
-        def pullback(live: Structure, z: Tensor, g: Tensor) -> Tensor:
+        def pullback(live: Structure, z: Tensor, g: Tensor, epsilon: Tensor) -> Tensor:
             return live.perturb(epsilon).local_softmax(self.temperature) * g
 
-        return surrogate(structure, z, pullback)
+        return surrogate(structure, z, pullback, epsilon)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from structmax.estimators import noise
 from structmax.estimators.adaptive import Lam
-from structmax.estimators.base import Estimator, one_of, surrogate, wide
+from structmax.estimators.base import ModuleEstimator, one_of, surrogate, wide
 from structmax.structures.base import Structure
 
 
 @dataclass(eq=False)
-class IMLE(Estimator, nn.Module):
+class IMLE(ModuleEstimator):
     """zᵢ = MAP(θ + εᵢ), with the gradient (1/λS) Σᵢ [MAP(θ + εᵢ) − MAP(θ′ᵢ + εᵢ)] at the same εᵢ,
     where θ′ᵢ = θ − λ ∂L/∂zᵢ is the target distribution, towards less cost.
 
@@ -52,7 +52,6 @@ class IMLE(Estimator, nn.Module):
     needs = frozenset(["argmax", "score"])
 
     def __post_init__(self) -> None:
-        nn.Module.__init__(self)
         self.look = Lam(self)
         noise.check(self, (*noise.KINDS, None))
         one_of(self, "oracle", ("argmax", "marginals"))
@@ -67,7 +66,7 @@ class IMLE(Estimator, nn.Module):
             epsilon = noise.draw(self.noise, structure, self.samples, self.generator)
             z = getattr(structure.perturb(epsilon), self.oracle)()
 
-        def pullback(live: Structure, z: Tensor, g: Tensor) -> Tensor:
+        def pullback(live: Structure, z: Tensor, g: Tensor, epsilon: Tensor) -> Tensor:
             lam = self.look(live, self.samples * g)  # the slope of one sample's cost
             weight = self.samples * (lam if self.scale else 1.0)
             moved = live.perturb(epsilon - wide(self.samples * lam, live) * g)
@@ -77,4 +76,4 @@ class IMLE(Estimator, nn.Module):
             self.look.update((z != other).flatten(lam.dim()).sum(-1))
             return (live.score(z) - live.score(other)) / weight
 
-        return surrogate(structure, z.to(structure.dtype), pullback)
+        return surrogate(structure, z.to(structure.dtype), pullback, epsilon)

@@ -64,4 +64,8 @@ class PerturbAndParse(Estimator):
             return structure.perturb(epsilon).marginals().to(structure.dtype)
         with torch.no_grad():
             z = structure.perturb(epsilon).argmax().to(structure.dtype)
-        return surrogate(structure, z, lambda live, z, g: live.perturb(epsilon).marginals() * g)
+        return surrogate(structure, z, _pullback, epsilon)
+
+
+def _pullback(live: Structure, z: Tensor, g: Tensor, epsilon: Tensor) -> Tensor:
+    return live.perturb(epsilon).marginals() * g

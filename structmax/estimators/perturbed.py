@@ -63,10 +63,10 @@ class Perturbed(Estimator):
             mean = every.mean(0).to(structure.dtype)
             slope = epsilon if self.noise == "normal" else 1 - (-epsilon).exp()
 
-        def pullback(live: Structure, z: Tensor, g: Tensor) -> Tensor:
+        def pullback(live: Structure, z: Tensor, g: Tensor, every: Tensor, slope: Tensor) -> Tensor:
             along = (slope * g).flatten(1 + len(live.batch_shape)).sum(-1) / self.sigma
             if self.samples > 1:
                 along = along - along.mean(0)
             return along * live.score(every) / max(self.samples - 1, 1)
 
-        return surrogate(structure, mean, pullback)
+        return surrogate(structure, mean, pullback, every, slope)

@@ -63,12 +63,10 @@ class PPO(Reinforce):
     def replay(self, new_structure: Structure) -> Tensor:
         """The loss ``(*batch)`` of a further update, at the stored draws and the new scores."""
         old = self._draws
-        if old is None:
-            raise RuntimeError("PPO.replay: there are no draws yet. Call loss() first.")
-        if self._left == 0:
+        if old is None or self._left == 0:
             raise RuntimeError(
-                f"PPO.replay: the draws serve {self.updates} updates, the first by loss(). "
-                "Call loss() again, or raise updates."
+                f"PPO.replay: there are no draws {'yet' if old is None else 'left'}. Call loss() "
+                f"first; its draws serve {self.updates} updates, that of loss() included."
             )
         if new_structure.batch_shape != old.costs.shape[1:]:
             raise ValueError(

@@ -28,12 +28,17 @@ class Slope:
 
     def watched(self, costs: Tensor) -> Tensor:
         """The same costs; the gradient of the whole loss in each will be known."""
-        if costs.requires_grad:
+        if costs.requires_grad and not torch._C._are_functorch_transforms_active():
             costs.register_hook(lambda g: setattr(self, "outer", g))
         return costs
 
     @torch.enable_grad()
     def __call__(self, point: Tensor) -> Tensor:
+        if self.outer is None:
+            raise TypeError(
+                "SPIGOT: more than one of pullback_steps call the cost again in the backward pass, "
+                "which torch.func does not see. Use .backward(), or pullback_steps=1."
+            )
         leaf = point.requires_grad_()
         costs = call_cost(self.cost, leaf, self.structure)
         return torch.autograd.grad(costs, leaf, self.outer)[0]

@@ -21,18 +21,15 @@ class StraightThrough(base.Estimator):
     - ``"marginals"``: that of the marginals μ(θ), the Hessian-vector product ∇²A(θ)·∂L/∂z, for
       additional parts too. The temperature is that of the structure.
     - ``"softmax"``: that of the softmax in each local group (the tags of a position, the heads of a
-      word), as if there were no structure; an error where there are no such groups. Scores of
-      additional parts get none.
-    - ``"beam"``: that of the mean of the k best structures under p ∝ exp(score/γ) among them, for
-      additional parts too.
+      word), as if there were no structure; an error without groups. Additional parts get none.
+    - ``"beam"``: that of the mean of the k best structures, p ∝ exp(score/γ), for all parts.
 
     Biased: argmax has no gradient, and this is that of another function. Structures built by a
     policy have no argmax: with ``"identity"`` and ``"softmax"`` the best action is taken at each
     step, with that gradient; with ``"beam"`` z is the best of a beam. Needs argmax, or topk alone.
 
     Args:
-        backward: see above
-        k: how many structures ``"beam"`` looks at
+        backward, k: see above
 
     >>> import torch, structmax as sx
     >>> scores = torch.tensor([0.0, 0.0, 1.0], requires_grad=True)
@@ -57,13 +54,16 @@ class StraightThrough(base.Estimator):
     def applies_to(self, structure: Structure) -> bool:
         if isinstance(structure, Incremental):
             return self.backward != "marginals"
-        return super().applies_to(structure)
+        grouped = self.backward != "softmax" or base.has_groups(structure)
+        return super().applies_to(structure) and grouped
 
     def __call__(self, structure: Structure) -> Tensor:
         if self.backward == "beam":
             return self._over_beam(structure)
         if isinstance(structure, Incremental) and self.backward != "marginals":
             return structure.straight_through("argmax", backward=self.backward).z
+        if self.backward == "softmax":
+            base.refuse_without_groups(structure)
         return base.surrogate(structure, structure.argmax(), self._pullback)
 
     def _pullback(self, structure: Structure, z: Tensor, g: Tensor) -> Tensor:

@@ -599,6 +599,17 @@ def name_of(family_name: str, sizes: Sequence[int]) -> str:
     return family_name + ":" + ",".join([str(operator.index(size)) for size in sizes])
 
 
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Tells ``torch.compile`` to call this and keep what it returns: Dynamo cannot trace drawing.
+
+    For functions of constants only. ``torch.compiler.assume_constant_result`` does the same, but
+    also loads the compiler where nobody compiles.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@untraced
 def lookup(key: str) -> Forest:
     """The forest of that name, drawn if need be. The cache is bounded by the edges it stores."""
     kind, _, rest = key.partition(":")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
@@ -204,7 +205,9 @@ class Assignment(TwoSided, DynamicStructure):
 
     def _drawn(self) -> tuple[int, int, int]:
         """The short side, the bucket of the long side, and how many of it may stay unmatched."""
-        s, m = sorted(self._extent())
+        # index: a size that torch.compile has made symbolic becomes a number again
+        n, m = map(operator.index, self._extent())
+        s, m = min(n, m), max(n, m)
         if s > LARGEST:
             raise IntractableError(
                 "Assignment: log_partition, marginals, log_prob, entropy and samples sum over all "

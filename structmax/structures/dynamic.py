@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from structmax import checks
 from structmax.forest import naive, ops
-from structmax.forest.topology import Forest, lookup
-from structmax.smoothing import Hard
+from structmax.forest.topology import Forest, lookup, untraced
+from structmax.primitive import Omega, recordable, recording, register
+from structmax.smoothing import Hard, Smoothing, from_code
 from structmax.structures.base import Structure, dot
 from structmax.structures.parts import PartStructure
 
@@ -59,7 +61,7 @@ class DynamicStructure(PartStructure):
 
     def _derivation_size(self) -> int:
         """The most nodes in a derivation."""
-        return lookup(self._forest_key()).longest
+        return longest(self._forest_key())
 
     def _aligned(self, q: Structure) -> tuple[DynamicStructure, DynamicStructure]:
         """This structure and q with the same parts and forest."""
@@ -104,13 +106,10 @@ class DynamicStructure(PartStructure):
         theta = self._pack(self._parts()).detach()
         if self._validate_args:
             with torch.no_grad():
-                checks.feasible(self._name, "sample", self.log_partition())
-        numbers = torch.rand(
-            (shape.numel(), *self.batch_shape, self._derivation_size()),
-            dtype=torch.float64,
-            device=theta.device,
-            generator=generator,
-        )
+                self._check_feasible("sample", self.log_partition())
+        size = shape.numel(), *self.batch_shape, self._derivation_size()
+        numbers = theta.new_empty(size, dtype=torch.float64)
+        numbers.uniform_(generator=generator)  # torch.rand with a generator takes no symbolic size
         key, code = self._forest_key(), list(self.smoothing.code)
         z = self._to_event(ops.sample(theta, self._goal(), numbers, key, code, self._width()))
         return z.reshape(*shape, *self.batch_shape, *self.event_shape).to(self.dtype)
@@ -130,15 +129,17 @@ class DynamicStructure(PartStructure):
 
     def _edge_use(self, z: Tensor) -> Tensor:
         """Which edges derive each z, ``(items, e)``: the unique best path through its parts."""
-        forest = lookup(self._forest_key())
+        key = self._forest_key()
         batch = z.shape[: z.dim() - len(self.event_shape)]
         wide = self.expand(batch)
         theta = wide._within(z)
         theta = theta.reshape(batch.numel(), theta.shape[-1])
         goal = wide._goal().reshape(-1)
-        use = naive.edge_visits(forest, ops.backpointers(forest, theta, Hard()), goal)
-        counts = counts_of_edges(forest, use).reshape(*batch, forest.num_parts)
-        wide._refuse_no_structure(z, counts)
+        use = edge_visits(key, backpointers(key, theta, Hard()), goal)
+        if checks.can_look():
+            forest = lookup(key)
+            counts = counts_of_edges(forest, use).reshape(*batch, forest.num_parts)
+            wide._refuse_no_structure(z, counts)
         return use
 
     def _within(self, z: Tensor) -> Tensor:
@@ -183,28 +184,31 @@ class DynamicStructure(PartStructure):
     def _backpointers(self) -> Tensor:
         """q ``(*batch, e)`` at every node of the forest, differentiable."""
         theta = self._pack(self._parts())
-        forest = lookup(self._forest_key())
         flat = theta.reshape(self.batch_shape.numel(), theta.shape[-1])
-        q = ops.backpointers(forest, flat, self.smoothing)
-        return q.reshape(*self.batch_shape, forest.num_edges)
+        q = backpointers(self._forest_key(), flat, self.smoothing)
+        return q.reshape(*self.batch_shape, q.shape[-1])
 
     def cross_entropy(self, q: Structure) -> Tensor:
         p, q = self._aligned(q)
         if q._is_gibbs:
             return p._gibbs_cross_entropy(q)
-        forest = lookup(p._forest_key())
+        key = p._forest_key()
         batch_shape = torch.broadcast_shapes(p.batch_shape, q.batch_shape)
-        same, shape = q is p, (batch_shape.numel(), forest.num_edges)
+        same, shape = q is p, (batch_shape.numel(), num_edges(key))
         p, q = p.expand(batch_shape), q.expand(batch_shape)
         local_p = p._backpointers().reshape(shape)
         local_q = local_p if same else q._backpointers().reshape(shape)
-        use = naive.edge_visits(forest, local_p, p._goal().reshape(-1))
+        use = edge_visits(key, local_p, p._goal().reshape(-1))
         total = 0.0 - _sum_log(local_q, use)  # no −0 where p is certain
         total = total.reshape(batch_shape).to(self._parts()[0].dtype)
         return p._refuse_infeasible("cross_entropy", p.log_partition(), total)
 
     def _likeliest(self, k: int) -> tuple[Tensor, Tensor]:
-        return super()._likeliest(k) if self._is_gibbs else self._best_by_probability(k)
+        if self._is_gibbs:
+            return super()._likeliest(k)
+        if torch.compiler.is_compiling():
+            return _uncompiled(self, k)
+        return self._best_by_probability(k)
 
     def _best_by_probability(self, k: int) -> tuple[Tensor, Tensor]:
         """The k likeliest walks: k best derivations when every edge scores log q."""
@@ -218,11 +222,83 @@ class DynamicStructure(PartStructure):
         return z.to(self.dtype), log_prob.to(self._parts()[0].dtype)
 
 
+# draws forests and keeps them; see sparse.solve for the choice of word
+_uncompiled = torch._disable_dynamo(lambda structure, k: structure._best_by_probability(k))
+
+
+@untraced
 def same_forest(one: str, other: str) -> bool:
     """Whether two names stand for the same topology."""
     if one == other:
         return True
     return lookup(one).same_as(lookup(other))
+
+
+@untraced
+def longest(key: str) -> int:
+    """The most nodes in a derivation."""
+    return lookup(key).longest
+
+
+@untraced
+def num_edges(key: str) -> int:
+    """How many edges the forest of that name has."""
+    return lookup(key).num_edges
+
+
+def backpointers(key: str, scores: Tensor, omega: Smoothing) -> Tensor:
+    """``ops.backpointers`` of the forest of that name; an op where Dynamo traces."""
+    if torch.compiler.is_compiling():
+        return _walk(scores, None, key, list(omega.code), num_edges(key))
+    return ops.backpointers(lookup(key), scores, omega)
+
+
+def edge_visits(key: str, q: Tensor, goal: Tensor) -> Tensor:
+    """``naive.edge_visits`` of the forest of that name; an op where Dynamo traces."""
+    if torch.compiler.is_compiling():
+        return _walk(q, goal, key, [], num_edges(key))
+    return naive.edge_visits(lookup(key), q, goal)
+
+
+def _run_walk(x: Tensor, goal: Tensor | None, key: str, omega: Omega, edges: int) -> Tensor:
+    """Backpointers at the scores x; given goals, the uses of edges through the backpointers x."""
+    if goal is None:
+        return ops.backpointers(lookup(key), x, from_code(omega)).contiguous()
+    return naive.edge_visits(lookup(key), x, goal).contiguous()
+
+
+def _run_walk_back(g: Tensor, x: Tensor, goal: Tensor | None, key: str, omega: Omega) -> Tensor:
+    """The derivative of that in x, towards g."""
+    with recording():
+        leaf = recordable(x).requires_grad_()
+        y = _run_walk(leaf, goal, key, omega, 0)
+        if not y.requires_grad:
+            return x.new_zeros(x.shape)
+        return torch.autograd.grad(y, leaf, g)[0].contiguous()
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, goal, ctx.key, ctx.omega, _ = inputs
+    ctx.save_for_backward(x, goal)
+
+
+_walk = register(
+    "forest_walk",
+    "(Tensor x, Tensor? goal, str key, float[] omega, int edges) -> Tensor",
+    _run_walk,
+    lambda x, goal, key, omega, edges: x.new_empty(len(x), edges, dtype=torch.float64),
+)
+_walk_back = register(
+    "forest_walk_back",
+    "(Tensor g, Tensor x, Tensor? goal, str key, float[] omega) -> Tensor",
+    _run_walk_back,
+    lambda g, x, goal, key, omega: x.new_empty(x.shape),
+)
+torch.library.register_autograd(
+    _walk,
+    lambda ctx, g: (_walk_back(g, *ctx.saved_tensors, ctx.key, ctx.omega), *[None] * 4),
+    setup_context=_keep,
+)
 
 
 def counts_of_edges(forest: Forest, use: Tensor) -> Tensor:

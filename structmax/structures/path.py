@@ -98,7 +98,8 @@ class Path(DynamicStructure):
     each node that the source reaches, with its incoming edges. Nodes may be numbered in any order;
     parallel edges make different paths. If the source is the target, the only path is empty, with
     score 0. The topology is worked out once for each set of edges, so it pays to pass the same
-    ones; edges on the GPU are copied to the CPU for it.
+    ones; edges on the GPU are copied to the CPU for it. ``torch.compile`` cannot trace that: with
+    ``fullgraph=True``, make the structure outside and give it scores with ``perturb``.
 
     Integer form: the nodes along the path; in a graph with parallel edges, where nodes do not tell
     paths apart, the numbers of the edges along it.
@@ -136,7 +137,8 @@ class Path(DynamicStructure):
         checks.scores("Path", "scores", scores, 1, "(..., E) with at least one edge")
         e = scores.shape[-1]
         if not isinstance(edges, Graph):
-            edges = _checked_graph(edges, scores, source)
+            look = _uncompiled if torch.compiler.is_compiling() else _checked_graph
+            edges = look(edges, scores, source)
         self._graph, self.scores, self.source, self.target = edges, scores, source, target
         end = target if isinstance(target, Tensor) else None
         if end is not None and (end.is_floating_point() or end.dtype == torch.bool):
@@ -359,3 +361,7 @@ def _checked_graph(edges: Tensor, scores: Tensor, source: int) -> Graph:
             f"Path: nodes are numbered from 0, got edge {edge} = {table[edge].tolist()}."
         )
     return _graph(table.numpy().tobytes(), source)
+
+
+# numbers of nodes are no constants of a compiled function; see sparse.solve for the choice of word
+_uncompiled = torch._disable_dynamo(_checked_graph)

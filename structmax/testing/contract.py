@@ -600,11 +600,11 @@ def transforms(factory: Factory) -> None:
     _close(slope, (expected[0] * direction).sum(), "jvp")
 
 
-@_check("argmax", "marginals", "log_partition", "sample")
+@_check("argmax", "marginals", "log_partition", "sample", "entropy", "log_prob")
 def compile(factory: Factory) -> None:
     """torch.compile without a graph break, value and gradient."""
     s = _make(factory)
-    scores = _scores(s)
+    scores, z = _scores(s), s.argmax()
 
     def step(*scores: Tensor) -> Tensor:
         t = _with_scores(s, scores)
@@ -613,6 +613,8 @@ def compile(factory: Factory) -> None:
             + (t.marginals() ** 2).sum()
             + t.argmax().sum()
             + t.sample((2,)).mean() * 0
+            + t.entropy().sum()
+            + t.log_prob(z).sum()
         )
 
     torch.compiler.reset()
