@@ -23,7 +23,9 @@ def examine() -> list[tuple[str, str, bool]]:
     rows = [("python", platform.python_version(), True)]
     for name in (*REQUIRED, *OPTIONAL):
         try:
-            rows.append((name, importlib.metadata.version(name), True))
+            version = importlib.metadata.version(name)
+            # torch itself also says which build it is, such as 2.13.0+cu130
+            rows.append((name, torch.__version__ if name == "torch" else version, True))
         except importlib.metadata.PackageNotFoundError:
             optional = name in OPTIONAL
             rows.append((name, "not installed (optional)" if optional else "missing", optional))

@@ -274,7 +274,7 @@ def gradient(
     """A ``(B)``, in float64 if ``wide``, μ_unary ``(B, n, c)``, μ_transition ``(B, s, c, c)``."""
     batch, n, c = unary.shape
     steps, shared = transition.shape[1], transition.shape[1] == 1
-    mu, alpha = unary.new_empty((2, *unary.shape), dtype=torch.float32)
+    mu, alpha = (unary.new_empty(unary.shape, dtype=torch.float32) for _ in range(2))
     with torch.cuda.device_of(unary):
         a, ends = _ends(unary, transition, lengths, wide)
         pieces = ends.shape[2]
