@@ -477,6 +477,22 @@ def test_compile_discrete() -> None:
         close(a, b)  # other sizes
 
 
+@pytest.mark.parametrize("name", ["subset", "tree", "grammar"])
+def test_compile_samples_of_other_batches(name: str) -> None:
+    """The second batch makes its size symbolic."""
+    make = {
+        "subset": lambda x: sx.KSubset(x[..., 0], 2),
+        "tree": lambda x: sx.DependencyTree(x),
+        "grammar": lambda x: sx.PCFG(torch.zeros(2), torch.zeros(2, 7, 7), x),
+    }[name]
+    torch.compiler.reset()
+    draw = torch.compile(lambda x: make(x).sample((4,)), fullgraph=True, backend="aot_eager")
+    for batch in (2, 3, 5):
+        x = torch.randn(batch, 5, 5)
+        z = draw(x)
+        assert z.shape[:2] == (4, batch) and make(x).log_prob(z).isfinite().all()
+
+
 def test_compile_draws_no_forest() -> None:
     """Walks under other smoothings in one graph, of forests that nobody has drawn yet."""
     torch.manual_seed(0)

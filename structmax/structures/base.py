@@ -550,6 +550,12 @@ def _kl(p: Structure, q: Structure) -> Tensor:
     return p.cross_entropy(q) - p.entropy()
 
 
+def uniform(size: Sequence[int], device: torch.device, generator: torch.Generator | None) -> Tensor:
+    """Numbers from 0 to before 1, in float64; ``torch.rand`` with a generator takes no size that
+    ``torch.compile`` has made symbolic."""
+    return torch.empty(size, dtype=torch.float64, device=device).uniform_(generator=generator)
+
+
 def dot(scores: Tensor, mu: Tensor, event_dims: int) -> Tensor:
     """⟨θ, μ⟩ over the event; −inf if a forbidden part has mass. Parts without mass do not count,
     whatever their scores: 0·(−inf) = 0, and padding may hold NaN."""

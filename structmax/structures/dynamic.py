@@ -20,7 +20,7 @@ from structmax.forest import naive, ops
 from structmax.forest.topology import Forest, lookup, untraced
 from structmax.primitive import Omega, recordable, recording, register
 from structmax.smoothing import Hard, Smoothing, from_code
-from structmax.structures.base import Structure, dot
+from structmax.structures.base import Structure, dot, uniform
 from structmax.structures.parts import PartStructure
 
 
@@ -108,8 +108,7 @@ class DynamicStructure(PartStructure):
             with torch.no_grad():
                 self._check_feasible("sample", self.log_partition())
         size = shape.numel(), *self.batch_shape, self._derivation_size()
-        numbers = theta.new_empty(size, dtype=torch.float64)
-        numbers.uniform_(generator=generator)  # torch.rand with a generator takes no symbolic size
+        numbers = uniform(size, theta.device, generator)
         key, code = self._forest_key(), list(self.smoothing.code)
         z = self._to_event(ops.sample(theta, self._goal(), numbers, key, code, self._width()))
         return z.reshape(*shape, *self.batch_shape, *self.event_shape).to(self.dtype)

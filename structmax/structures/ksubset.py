@@ -16,7 +16,7 @@ from structmax.forest.topology import Forest, ForestBuilder, bucket, family, nam
 from structmax.oracles import subset as dense
 from structmax.primitive import backend_for
 from structmax.smoothing import Smoothing
-from structmax.structures.base import Structure, dot
+from structmax.structures.base import Structure, dot, uniform
 from structmax.structures.dynamic import DynamicStructure
 from structmax.structures.lengths import OneSided
 from structmax.structures.nesting import nest, unnest
@@ -238,8 +238,8 @@ class KSubset(OneSided, DynamicStructure):
             with torch.no_grad():
                 self._check_feasible("sample", self.log_partition())
         size = (shape.numel(), *self.batch_shape, n + 1)
-        numbers = torch.rand(size, dtype=torch.float64, generator=generator)
         take, leave = (p.detach() for p in self._parts())
+        numbers = uniform(size, take.device, generator)
         key = dense.key_of(self._least, self._most)
         z = dense.sample(take, leave, self._lengths(), numbers, key, self.smoothing.gamma)
         return z.reshape(*shape, *self.batch_shape, n).to(self.dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 from structmax import checks
 from structmax.oracles import arborescence, matrix_tree
 from structmax.smoothing import SHANNON, Shannon
-from structmax.structures.base import Structure
+from structmax.structures.base import Structure, uniform
 from structmax.structures.dependency_tree import DependencyTree
 from structmax.structures.late_look import LateLook
 from structmax.structures.square import SquareStructure
@@ -110,19 +110,15 @@ class ArcStructure(SquareStructure):
         s, gamma = self.event_shape[0], self.smoothing.gamma
         with torch.no_grad():
             value, arcs = self.log_partition(), self._arcs()
-        uniform = torch.rand(
-            (shape.numel(), *self.batch_shape, s - 1, 1 + self._has_choices),
-            dtype=torch.float64,
-            device=arcs.device,
-            generator=generator,
-        )
+        size = shape.numel(), *self.batch_shape, s - 1, 1 + self._has_choices
+        numbers = uniform(size, arcs.device, generator)
         heads = matrix_tree.sample(
-            arcs.detach(), self._words(), uniform[..., 0], self._single, gamma
+            arcs.detach(), self._words(), numbers[..., 0], self._single, gamma
         )
         labels = None
         if self._has_choices:
             reached = self._at(self._label_chances().detach(), heads).cumsum(-1)
-            labels = (reached <= uniform[..., 1:] * reached[..., -1:]).sum(-1)
+            labels = (reached <= numbers[..., 1:] * reached[..., -1:]).sum(-1)
             labels = labels.clamp(max=reached.shape[-1] - 1)
         at = len(self.batch_shape)
         z = self._z_of(heads, labels).movedim(0, at)

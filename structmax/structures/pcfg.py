@@ -16,7 +16,7 @@ from structmax.forest.pcfg.trees import rule_counts, rules_of
 from structmax.forest.topology import Forest, ForestBuilder, bucket, family, name_of
 from structmax.primitive import backend_for, is_transforming
 from structmax.smoothing import HARD, TSALLIS, Smoothing
-from structmax.structures.base import Structure, TopK, dot
+from structmax.structures.base import Structure, TopK, dot, uniform
 from structmax.structures.binary_tree import crossing
 from structmax.structures.dynamic import DynamicStructure
 from structmax.structures.lengths import OneSided
@@ -376,8 +376,7 @@ class PCFG(OneSided, DynamicStructure):
 
     def _uniform(self, count: int, size: int, generator: torch.Generator | None) -> Tensor:
         """Random numbers ``(count, *B, size)``."""
-        shape, device = (count, *self.batch_shape, size), self.emission.device
-        return torch.rand(shape, dtype=torch.float64, device=device, generator=generator)
+        return uniform((count, *self.batch_shape, size), self.emission.device, generator)
 
     def topk(self, k: int) -> TopK:
         if not self._walks() or not isinstance(k, int) or k < 1:
