@@ -551,9 +551,10 @@ def _kl(p: Structure, q: Structure) -> Tensor:
 
 
 def uniform(size: Sequence[int], device: torch.device, generator: torch.Generator | None) -> Tensor:
-    """Numbers from 0 to before 1, in float64; ``torch.rand`` with a generator takes no size that
-    ``torch.compile`` has made symbolic."""
-    return torch.empty(size, dtype=torch.float64, device=device).uniform_(generator=generator)
+    """Numbers from 0 to before 1, in float64."""
+    if generator is None:  # naming none, torch takes no size that torch.compile has made symbolic
+        return torch.rand(size, dtype=torch.float64, device=device)
+    return torch.rand(size, dtype=torch.float64, device=device, generator=generator)
 
 
 def dot(scores: Tensor, mu: Tensor, event_dims: int) -> Tensor:
