@@ -192,18 +192,22 @@ def _may_be_bad(tensor: Tensor) -> Tensor | bool:
     return not tensor.amax().item() < math.inf
 
 
-def feasible(owner: str, query: str, value: Tensor) -> None:
-    """Every item has a structure, of which scores are numbers: no value is −inf or NaN."""
+def feasible(
+    owner: str, query: str, value: Tensor, why: Callable[[tuple[int, ...]], str] | None = None
+) -> None:
+    """Every item has a structure, of which scores are numbers: no value is −inf or NaN.
+
+    ``why`` knows of an item without one what is wrong and how to fix it, or says "".
+    """
     if not value.numel() or not can_look() or value.amin().item() > -torch.inf:
         return
     none = value == -torch.inf
     if bool(none.any()):
         item = tuple(none.nonzero()[0].tolist())
         where = f"item {_show(item)}" if item else "the item"
-        raise ValueError(
-            f"{owner}.{query}: {where} allows no structure: every one has a part that is forbidden "
-            "(-inf). Forbid less, or drop the item."
-        )
+        usual = "every one has a part that is forbidden (-inf). Forbid less, or drop the item."
+        reason = (why(item) if why else "") or usual
+        raise ValueError(f"{owner}.{query}: {where} allows no structure: {reason}")
     item = tuple(value.isnan().nonzero()[0].tolist())
     where = f"item {_show(item)} has" if item else "there is"
     raise ValueError(

@@ -378,28 +378,20 @@ class Alignment(TwoSided, DynamicStructure):
         value, *mu = dense.grid.value_and_gradient(self._parts(), *args)
         return value, tuple(mu)
 
-    def _check_feasible(self, query: str, value: Tensor) -> None:
-        if not (checks.can_look() and value.numel()) or value.amin().item() > -math.inf:
-            return
-        shut = (value == -math.inf) & self._shut()
-        if bool(shut.any()):
-            item = tuple(shut.nonzero()[0].tolist())
-            where = f"item {item[0] if len(item) == 1 else item}" if item else "the item"
-            n, m = (int(size.expand(shut.shape)[item]) for size in self._sizes())
-            raise ValueError(
-                f"Alignment.{query}: {where} allows no structure: band=0 leaves no path through "
-                f"its {n} x {m} cells. Use a band of at least 1, or drop the item."
-            )
-        checks.feasible("Alignment", query, value)
-
-    def _shut(self) -> Tensor:
-        """Which items a band of 0 leaves without a path, ``(*B)``; any other leaves one."""
-        n, m = self._sizes()
-        if self.band != 0 or self.kind == "edit":
-            return torch.zeros_like(n, dtype=torch.bool)
+    def _why_none(self, item: tuple[int, ...]) -> str:
+        n, m = (int(size[item]) for size in self._sizes())
+        if self.band != 0 or self.kind == "edit":  # which leave a path
+            return ""
         if self.kind == "dtw":
-            return (n != m) & (n > 1) & (m > 1)
-        return (m - 1) % (n - 1).clamp(min=1) != 0
+            shut = n != m and n > 1 and m > 1
+        else:
+            shut = (m - 1) % max(n - 1, 1) != 0
+        if not shut:
+            return ""
+        return (
+            f"band=0 leaves no path through its {n} x {m} cells. Use a band of at least 1, or drop "
+            "the item."
+        )
 
     # -- moves ------------------------------------------------------------------------------------
 

@@ -273,23 +273,15 @@ class CTC(DynamicStructure):
         value, *mu = dense.ctc.value_and_gradient(*self._dense_args())
         return value, tuple(mu)
 
-    def _check_feasible(self, query: str, value: Tensor) -> None:
-        if not (checks.can_look() and value.numel()) or value.amin().item() > -math.inf:
-            return
-        frames, count = self._sizes()
-        position = torch.arange(self.targets.shape[-1], device=count.device)
-        needed = count + (self._repeats() & (position < count[..., None])).sum(-1)
-        short = (value == -math.inf) & (frames < needed)
-        if bool(short.any()):
-            item = tuple(short.nonzero()[0].tolist())
-            where = f"item {item[0] if len(item) == 1 else item}" if item else "the item"
-            least, there = (int(t.expand(short.shape)[item]) for t in (needed, frames))
-            raise ValueError(
-                f"CTC.{query}: {where} allows no structure: its target needs {least} frames, one "
-                f"for each symbol and for a blank between equal ones, and it has {there}. Shorten "
-                "the target, or drop the item."
-            )
-        checks.feasible("CTC", query, value)
+    def _why_none(self, item: tuple[int, ...]) -> str:
+        frames, count = (int(size[item]) for size in self._sizes())
+        needed = count + int(self._repeats()[item][:count].sum())
+        if frames >= needed:
+            return ""
+        return (
+            f"its target needs {needed} frames, one for each symbol and for a blank between equal "
+            f"ones, and it has {frames}. Shorten the target, or drop the item."
+        )
 
     def _usable_parts(self) -> Tensor:
         used = self._used().to(torch.uint8)

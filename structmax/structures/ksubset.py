@@ -263,19 +263,13 @@ class KSubset(OneSided, DynamicStructure):
         value, z, _, _ = self._best(self._parts())
         return self._refuse_infeasible("argmax", value, z.to(self.dtype))
 
-    def _check_feasible(self, query: str, value: Tensor) -> None:
-        if not (checks.can_look() and value.numel()) or value.amin().item() > -math.inf:
-            return
-        short = (value == -math.inf) & (self._lengths() < self._least)
-        if bool(short.any()):
-            item = tuple(short.nonzero()[0].tolist())
-            where = f"item {item[0] if len(item) == 1 else item}" if item else "the item"
-            size = int(self._lengths().expand(short.shape)[item])
-            raise ValueError(
-                f"KSubset.{query}: {where} allows no structure: it has {size} elements, and a "
-                f"subset has {self._size_in_words()}. Lower k, or drop the item."
-            )
-        checks.feasible("KSubset", query, value)
+    def _why_none(self, item: tuple[int, ...]) -> str:
+        if (size := int(self._lengths()[item])) >= self._least:
+            return ""
+        return (
+            f"it has {size} elements, and a subset has {self._size_in_words()}. Lower k, or drop "
+            "the item."
+        )
 
     def _argmax_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         value, z, _, _ = self._best(parts)

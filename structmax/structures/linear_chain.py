@@ -221,10 +221,10 @@ class LinearChain(LateLook, DynamicStructure):
             unary = unary.scatter_add(-2, position, added)
         return unary, transition
 
-    def _main_parts(self) -> tuple[Tensor, Tensor]:
+    def _main_parts(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """The unary scores without start and end, and the transitions."""
         n, c = self.event_shape
-        dtype = self._dtype_inside()
+        dtype = dtype or self._dtype_inside()
         unary = _over(self.unary.to(dtype), (*self.batch_shape, n, c))
         if not self._lengths_are_good:
             unary = (
@@ -312,22 +312,16 @@ class LinearChain(LateLook, DynamicStructure):
         ]
         return unary, transition, *given
 
-    def _given_parts(self) -> tuple[Tensor, Tensor] | None:
-        """Scores of half precision as they are, where kernels read them so, and no derivative is
-        asked for: a copy of them in float32 takes half as long as the answer."""
-        n, c = self.event_shape
-        given = self.unary, self.transition
-        if not dense.reads_half(given, self.smoothing.code) or not self._lengths_are_good:
-            return None
-        transition = self.transition if self._steps_given else self.transition.unsqueeze(-3)
-        unary = _over(self.unary, (*self.batch_shape, n, c))
-        return unary, _over(transition, (*self.batch_shape, *transition.shape[-3:]))
-
     def _law(self) -> tuple[Primitive, tuple[Any, ...]]:
         """A and its arguments."""
         args = (self._lengths(),), "", self.smoothing.code
         if self.start is None and self.end is None:
-            return dense.plain_chain, (self._given_parts() or self._main_parts(), *args)
+            given = self.unary, self.transition
+            as_it_is = dense.reads_half(given, self.smoothing.code) and self._lengths_are_good
+            return dense.plain_chain, (
+                self._main_parts(self.unary.dtype if as_it_is else None),
+                *args,
+            )
         return dense.chain, (self._dense_parts(), *args)
 
     def _value(self) -> Tensor:

@@ -153,8 +153,12 @@ class PartStructure(Structure):
         return self._value() if kept is None else self._cached(0)[0]
 
     def _check_feasible(self, query: str, value: Tensor) -> None:
-        """An item without a structure is an error, that says why."""
-        checks.feasible(self._name, query, value)
+        """An item without a structure is an error that says why."""
+        checks.feasible(self._name, query, value, self._why_none)
+
+    def _why_none(self, item: tuple[int, ...]) -> str:
+        """Why an item allows no structure, and what to do; "" if parts of it are forbidden."""
+        return ""
 
     def _refuse_infeasible(self, query: str, value: Tensor, answer: Tensor) -> Tensor:
         """The answer; an item without a structure is an error, or NaN where one cannot look."""

@@ -408,16 +408,13 @@ class PCFG(OneSided, DynamicStructure):
         value, mu = self._cached()
         return self._refuse_infeasible("root_marginals", value, mu[1]).to(self.dtype)
 
-    def _check_feasible(self, query: str, value: Tensor) -> None:
-        if not (checks.can_look() and value.numel()) or value.amin().item() > -math.inf:
-            return
-        single = (value == -math.inf) & (self._lengths() == 1)
-        if bool(single.any()):
-            raise ValueError(
-                f"{self._name}.{query}: {_first(single)} allows no structure: it has one word, and "
-                "a grammar in Chomsky normal form derives two or more. Drop it."
-            )
-        checks.feasible(self._name, query, value)
+    def _why_none(self, item: tuple[int, ...]) -> str:
+        if int(self._lengths()[item]) > 1:
+            return ""
+        return (
+            "the sentence has one word, and a grammar in Chomsky normal form derives two or more. "
+            "Drop it."
+        )
 
     def _refuse_overflow(self, z: Tensor) -> None:
         """Draws ``(count, *B, n, n, S)`` must be trees, and not NaN."""

@@ -87,20 +87,9 @@ def _step(
 
 @triton.jit
 def _by_log_sums(
-    U,
-    us,
-    T,
-    ts,
-    b,
-    first,
-    end,
-    c,
-    shared,
-    peak,
-    C: tl.constexpr,
-    EVEN: tl.constexpr,
-    SHARED: tl.constexpr,
-):
+    U, us, T, ts, b, first, end, c, shared, peak,
+    C: tl.constexpr, EVEN: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
     """The matrix of the steps from ``first`` to ``end`` by log-sums; rows lack what comes with it,
     whole numbers."""
     j = tl.arange(0, C)[None, :]
