@@ -399,7 +399,8 @@ def test_start_end_and_loss(n: int, shared: bool, dtype: torch.dtype) -> None:
 def test_half_precision_is_read_as_it_is(
     pieces: bool, shared: bool, half: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the bits of the same scores in float32; a copy is made where derivatives need it."""
+    """Transitions, with the bits of the same scores in float32; a copy is made where derivatives
+    need it."""
     if pieces:
         monkeypatch.setattr(gpu_long, "LONG", 2)
         monkeypatch.setattr(gpu_long, "SIZE", 3)
@@ -418,18 +419,21 @@ def test_half_precision_is_read_as_it_is(
             mu, value, edges = chain.marginals(), chain.log_partition(), chain.edge_marginals()
             assert mu.dtype == edges.dtype == dtype and value.dtype == torch.float32
             answers.append((mu, value, edges))
-        sx.LinearChain(unary.clone().requires_grad_(), transition).marginals()
-    assert seen[0] == half and seen[-1] == torch.float32
+        seen.clear()
+        watched = unary.clone().requires_grad_()
+        for other in (unary, unary.float(), unary.double(), watched):
+            sx.LinearChain(other, transition).marginals()
+    assert seen == [half, half, torch.float64, torch.float32]
     for mine, reference in zip(*answers, strict=True):
         assert torch.equal(mine, reference.to(mine.dtype))
 
 
 def noted(run: Any, seen: list[torch.dtype]) -> Any:
-    """``run``, which writes down the dtype it was given."""
+    """``run``, which writes down the dtype of the transitions it was given."""
 
-    def note(unary: Tensor, *rest: Any) -> Any:
-        seen.append(unary.dtype)
-        return run(unary, *rest)
+    def note(unary: Tensor, transition: Tensor, *rest: Any) -> Any:
+        seen.append(transition.dtype)
+        return run(unary, transition, *rest)
 
     return note
 

@@ -221,16 +221,17 @@ class LinearChain(LateLook, DynamicStructure):
             unary = unary.scatter_add(-2, position, added)
         return unary, transition
 
-    def _main_parts(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """The unary scores without start and end, and the transitions."""
+    def _main_parts(self, half: bool = False) -> tuple[Tensor, Tensor]:
+        """The unary scores without start and end, and the transitions, with ``half`` as they are
+        given."""
         n, c = self.event_shape
-        dtype = dtype or self._dtype_inside()
+        dtype = self._dtype_inside()
         unary = _over(self.unary.to(dtype), (*self.batch_shape, n, c))
         if not self._lengths_are_good:
             unary = (
                 unary + torch.where(self._bad_lengths(), math.nan, 0.0).to(dtype)[..., None, None]
             )
-        transition = self.transition.to(dtype)
+        transition = self.transition if half else self.transition.to(dtype)
         if not self._steps_given:
             transition = transition.unsqueeze(-3)
         return unary, _over(transition, (*self.batch_shape, *transition.shape[-3:]))
@@ -316,12 +317,8 @@ class LinearChain(LateLook, DynamicStructure):
         """A and its arguments."""
         args = (self._lengths(),), "", self.smoothing.code
         if self.start is None and self.end is None:
-            given = self.unary, self.transition
-            as_it_is = dense.reads_half(given, self.smoothing.code) and self._lengths_are_good
-            return dense.plain_chain, (
-                self._main_parts(self.unary.dtype if as_it_is else None),
-                *args,
-            )
+            half = dense.reads_half(self.unary, self.transition, self.smoothing.code)
+            return dense.plain_chain, (self._main_parts(half), *args)
         return dense.chain, (self._dense_parts(), *args)
 
     def _value(self) -> Tensor:

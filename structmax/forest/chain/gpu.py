@@ -22,8 +22,8 @@ an edge is the marginal of one end times the conditional probability of the othe
 Letters as in ``naive``: B batch, n positions, c tags; *step* t goes from position t to t + 1. Tiles
 are padded to C ≥ c, a power of two, by −inf. More than ``ops.MAX_TAGS_ON_GPU`` tags do not fit
 into the registers of one program; there a step is enough work for a torch call of its own, and the
-naive definition runs on the device. γ = 1. float32 or float64; A and its gradient of scores in half
-precision too, which become float32 as they are read.
+naive definition runs on the device. γ = 1. float32 or float64; for A and its gradient, transitions
+may be of half precision where all else is float32, which they become as they are read.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _finite(x):
 
 @triton.jit
 def _wide(x):
-    """Scores as numbers to compute with: half precision as float32."""
+    """Transitions as numbers to compute with: half precision as float32."""
     if x.dtype.primitive_bitwidth == 16:
         return x.to(tl.float32)
     else:
@@ -62,7 +62,7 @@ def _row(U, strides, b, t, c, C: tl.constexpr):
     """Row t of item b, ``(C)``."""
     j = tl.arange(0, C)
     at = U + b * strides[0] + t * strides[1] + j * strides[2]
-    return _wide(tl.load(at, mask=j < c, other=float("-inf")))
+    return tl.load(at, mask=j < c, other=float("-inf"))
 
 
 @triton.jit
@@ -80,9 +80,13 @@ def _direction(V, strides, b, t, c, score, C: tl.constexpr):
 
 @triton.jit
 def _tile(T, strides, b, t, c, C: tl.constexpr, EVEN: tl.constexpr):
-    """The scores of step t of item b, ``(C, C)`` as [from, to]."""
+    """The scores of step t of item b, ``(C, C)`` as [from, to].
+
+    A thread reads four neighbours, as many as it writes in float32: if it read eight of half
+    precision, every tile would go through shared memory once more.
+    """
     i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
+    j = tl.max_contiguous(tl.arange(0, C), 4)[None, :]
     at = T + b * strides[0] + t * strides[1] + i * strides[2] + j * strides[3]
     if EVEN:
         return _wide(tl.load(at))
@@ -503,15 +507,10 @@ def _less_tags(
 # ------------------------------------------------------------------------------- torch functions
 
 
-def work_dtype(scores: Tensor) -> torch.dtype:
-    """What is computed in."""
-    return torch.promote_types(scores.dtype, torch.float32)
-
-
 def value(unary: Tensor, transition: Tensor, lengths: Tensor, wide: bool = False) -> Tensor:
     """A ``(B)``; in float64 if ``wide``."""
     batch, n, c = unary.shape
-    a = unary.new_empty(batch, dtype=torch.float64 if wide else work_dtype(unary))
+    a = unary.new_empty(batch, dtype=torch.float64 if wide else None)
     with torch.cuda.device_of(unary):
         _, scratch, peaks, options = _run_inward(unary, transition, lengths, False)
         _total[(batch,)](
@@ -525,10 +524,9 @@ def gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A ``(B)``, in float64 if ``wide``, μ_unary ``(B, n, c)``, μ_transition ``(B, s, c, c)``."""
     batch, steps, c, _ = transition.shape
-    dtype = work_dtype(unary)
-    a = unary.new_empty(batch, dtype=torch.float64 if wide else dtype)
-    mu = unary.new_empty(unary.shape, dtype=dtype)
-    edges = unary.new_empty((2 if steps == 1 else 1, *transition.shape), dtype=dtype)
+    a = unary.new_empty(batch, dtype=torch.float64 if wide else None)
+    mu = unary.new_empty(unary.shape)
+    edges = unary.new_empty((2 if steps == 1 else 1, *transition.shape))
     with torch.cuda.device_of(unary):
         scores, scratch, peaks, options = _run_inward(unary, transition, lengths, True)
         _outward[(batch, 2)](
@@ -597,9 +595,11 @@ def _run_inward(
 ) -> tuple[tuple[object, ...], Tensor, Tensor, dict[str, int]]:
     """Runs phase 1. Returns what phase 2 needs: leading arguments, scratch S and K, options."""
     batch, n, c = unary.shape
-    scratch = unary.new_empty((batch, n + 1, c), dtype=work_dtype(unary))
+    scratch = unary.new_empty((batch, n + 1, c))
     peaks = unary.new_empty((batch, 2, n + 1), dtype=torch.float64)
     options = _options(unary, transition)
+    if options["C"] == 64 and not options["SHARED"] and unary.dtype == torch.float32:
+        options["num_warps"] = 2
     scores = _scores(unary, transition, lengths)
     _inward[(batch, 2)](*scores, scratch, peaks, n, c, GRADIENT=gradient, **options)
     return scores, scratch, peaks, options
@@ -621,7 +621,7 @@ def _options(unary: Tensor, transition: Tensor) -> dict[str, int]:
     """How to compile for these scores. Warps and stages were measured on an H200."""
     c = unary.shape[-1]
     padded = max(8, triton.next_power_of_2(c))
-    size = work_dtype(unary).itemsize
+    size = unary.dtype.itemsize
     tile = padded * padded * size  # bytes
     return {
         "C": padded,

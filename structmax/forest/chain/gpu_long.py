@@ -12,8 +12,8 @@ where pieces meet, and all pieces fill in their marginals at the same time::
 Numbers. A matrix is the product of its steps, c³ multiplications each, of numbers between 0 and 1
 whose rows are scaled by powers of two. The smallest of them that are not 0 are watched: where one
 is so small that a product could be lost, that piece is computed again by log-sums, more slowly. So
-−inf costs nothing, and no term that matters underflows. Scores are float32, or of half precision;
-products are of TF32 parts, three for each, as accurate as float32.
+−inf costs nothing, and no term that matters underflows. Scores are float32, transitions may be of
+half precision; products are of TF32 parts, three for each, as accurate as float32.
 
 Letters as in ``gpu``; K pieces.
 """
@@ -43,7 +43,6 @@ from structmax.forest.chain.gpu import (
     argmax,
     hvp,
     less_tags,
-    work_dtype,
 )
 from structmax.launch import quick
 
@@ -60,7 +59,7 @@ def suits(unary: Tensor) -> bool:
     """Whether the chains are long, few and of few tags."""
     batch, n, c = unary.shape[:-2].numel(), *unary.shape[-2:]
     few = c <= MAX_TAGS and batch * c <= MOST
-    return n >= LONG and few and work_dtype(unary) == torch.float32
+    return n >= LONG and few and unary.dtype == torch.float32
 
 
 # ------------------------------------------------------------------------------------- kernels
@@ -263,7 +262,7 @@ def gradient(
     """A ``(B)``, in float64 if ``wide``, μ_unary ``(B, n, c)``, μ_transition ``(B, s, c, c)``."""
     batch, n, c = unary.shape
     steps, shared = transition.shape[1], transition.shape[1] == 1
-    mu, alpha = (unary.new_empty(unary.shape, dtype=torch.float32) for _ in range(2))
+    mu, alpha = (unary.new_empty(unary.shape) for _ in range(2))
     with torch.cuda.device_of(unary):
         a, ends = _ends(unary, transition, lengths, wide)
         pieces = ends.shape[2]
@@ -281,7 +280,7 @@ def _ends(unary: Tensor, transition: Tensor, lengths: Tensor, wide: bool) -> tup
     pieces = triton.cdiv(n - 1, SIZE)
     options = _options(unary, transition)
     scores = _scores(unary, transition, lengths)
-    matrices = unary.new_empty((batch, pieces, c, c), dtype=torch.float32)
+    matrices = unary.new_empty((batch, pieces, c, c))
     peaks = matrices.new_empty((batch, pieces), dtype=torch.float64)
     a = matrices.new_empty(batch, dtype=torch.float64 if wide else None)
     ends = matrices.new_empty((2, batch, pieces, c))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
 
@@ -42,14 +41,15 @@ def _backend(unary: Tensor) -> str:
     return "naive" if name == "gpu" and unary.shape[-1] > MAX_TAGS_ON_GPU else name
 
 
-def reads_half(scores: Sequence[Tensor], omega: Omega) -> bool:
-    """Whether A and its gradient can be had of scores in half precision as they are: on a GPU, if
-    no derivative is asked for and nothing has to be divided by γ. A copy of them in float32 takes
-    half as long as the answer."""
-    kinds = {t.dtype for t in scores}
-    if kinds not in ({torch.bfloat16}, {torch.float16}) or omega != Shannon().code:
+def reads_half(unary: Tensor, transition: Tensor, omega: Omega) -> bool:
+    """Whether A and its gradient can be had of transitions in half precision as they are: on a GPU,
+    if all else is float32, no derivative is asked for and nothing has to be divided by γ. A copy of
+    a matrix for each step in float32 takes half as long as the answer."""
+    if transition.dtype not in (torch.bfloat16, torch.float16) or unary.dtype == torch.float64:
         return False
-    return is_plain(scores) and not is_transforming(scores) and _backend(scores[0]) == "gpu"
+    given = unary, transition
+    alone = is_plain(given) and not is_transforming(given)
+    return alone and omega == Shannon().code and _backend(unary) == "gpu"
 
 
 def _engine(unary: Tensor) -> ModuleType:
