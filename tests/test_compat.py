@@ -641,6 +641,18 @@ def test_loss_modules(name: str, ignore: int, reduction: str) -> None:
         close(ours, gradient(theirs, x, target))
 
 
+@pytest.mark.parametrize("shapes", [((1, 6), (4,)), ((4, 6), (1,)), ((4, 6), (3,))], ids=str)
+def test_targets_of_another_shape(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    """An error instead of rows that are repeated."""
+    x, target = torch.randn(shapes[0]), torch.zeros(shapes[1], dtype=torch.long)
+    for name in ("Sparsemax", "SparsemaxBisect", "Entmax15", "EntmaxBisect", "NormmaxBisect"):
+        with pytest.raises(ValueError, match=f"{name}Loss: target must be"):
+            getattr(compat_entmax, f"{name}Loss")()(x, target)
+    for name in ("sparsemax", "sparsemax_bisect", "entmax15", "entmax_bisect", "normmax_bisect"):
+        with pytest.raises(ValueError, match="target must be"):
+            getattr(compat_entmax, f"{name}_loss")(x, target)
+
+
 def test_where_entmax_fails() -> None:
     x, target = randn(3, 4), torch.tensor([0, -100, 2])
     loss = compat_entmax.SparsemaxLoss()

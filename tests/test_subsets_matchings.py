@@ -348,19 +348,26 @@ def test_large_matchings() -> None:
         with_it = s.condition(include=part)
         value = matching.argmax(with_it.scores, with_it.rows, with_it.columns)[0]
         close(tops[:, i, j], value)
-    queries = (
-        s.log_partition,
-        s.marginals,
-        s.sample,
-        s.entropy,
-        s.mbr,
-        lambda: s.log_prob(s.argmax()),
-    )
-    for query in (*queries, lambda: next(s.ranked_support())):
+    queries = {
+        "log_partition": s.log_partition,
+        "marginals": s.marginals,
+        "sample": s.sample,
+        "entropy": s.entropy,
+        "cross_entropy": lambda: s.cross_entropy(s),
+        "expected_cost": lambda: s.expected_cost(torch.zeros_like(scores)),
+        "mbr": s.mbr,
+        "log_prob": lambda: s.log_prob(s.argmax()),
+        "ranked_support": lambda: next(s.ranked_support()),
+    }
+    for query in queries.values():
         fails(query, "sinkhorn", "bethe", "argmax", "topk", kind=sx.IntractableError)
+    assert {q for q in s.queries if not s.supports(q)} == set(queries)
+    assert all(sx.Assignment.supports(q) for q in queries)
+    assert not sx.estimators.Marginals().applies_to(s) and sx.estimators.IMLE().applies_to(s)
     small = torch.tensor([3, 5, 4]), torch.tensor([6, 4, 4])  # in a large frame
     few = sx.Assignment(torch.where(scores > -inf, scores, 0.0), small)
     tight = sx.Assignment(few.scores[:, :5, :6], small)
+    assert few.supports("marginals")
     close(few.log_partition(), tight.log_partition())
     close(few.marginals()[:, :5, :6], tight.marginals())
     assert few.sample((3,)).shape == (3, 3, 20, 25)

@@ -156,6 +156,7 @@ def normmax_bisect_loss(X: Tensor, target: Tensor, alpha: Number = 2, n_iter: in
     >>> normmax_bisect_loss(torch.tensor([[-2.0, 0.0, 0.5]]), torch.tensor([1]))
     tensor([0.5886])
     """
+    _check_target("normmax_bisect_loss", X, target)
     p = normmax_bisect(X, alpha)
     exponent = torch.as_tensor(alpha, dtype=p.dtype, device=p.device)
     norm = (p**exponent).sum(-1, keepdim=True) ** (1 / exponent)
@@ -249,6 +250,14 @@ class BudgetBisect(nn.Module):
         return budget_bisect(X, self.budget, self.dim)
 
 
+def _check_target(owner: str, X: Tensor, target: Tensor) -> None:
+    if target.shape != X.shape[:-1]:
+        raise ValueError(
+            f"{owner}: target must be {tuple(X.shape[:-1])}, a class for each row of X "
+            f"{tuple(X.shape)}, got {tuple(target.shape)}."
+        )
+
+
 class _Loss(nn.Module):
     """A loss over rows, reduced; rows whose target is ``ignore_index`` do not count."""
 
@@ -265,6 +274,7 @@ class _Loss(nn.Module):
         raise NotImplementedError
 
     def forward(self, X: Tensor, target: Tensor) -> Tensor:
+        _check_target(type(self).__name__, X, target)
         ignored = target == self.ignore_index
         X = torch.where(ignored[..., None], 0.0, X)  # they may hold anything
         loss = torch.where(ignored, 0.0, self.loss(X, torch.where(ignored, 0, target)))

@@ -13,7 +13,7 @@ from torch import Tensor
 from structmax.draw.bars_svg import bars_svg
 from structmax.draw.painters import PAINTERS, Painter, part_names, parts
 from structmax.draw.svg import Drawing, beside
-from structmax.structures.base import IntractableError, Structure
+from structmax.structures.base import Structure
 from structmax.structures.choice import Choice
 from structmax.structures.incremental import Incremental
 from structmax.structures.ksubset import KSubset
@@ -61,10 +61,6 @@ def draw(
         structure = structure[0]
     if what is None:
         what = "marginals" if structure.supports("marginals") else "argmax"
-        try:
-            return draw(structure, tokens, what, labels, k)
-        except IntractableError:  # of a large assignment, say
-            return draw(structure, tokens, "argmax", labels, k)
     if what == "marginals":
         return paint(structure, structure.marginals(), tokens, labels, soft=True)
     if what == "argmax":
@@ -109,11 +105,8 @@ def _sparse(structure: Structure, k: int) -> list[Found]:
 
 def _likeliest(structure: Structure, k: int) -> list[Found]:
     if structure.supports("ranked_support"):
-        try:
-            ranked = list(islice(structure.ranked_support(), k))
-            return [Found(r.structure, math.exp(float(r.log_prob))) for r in ranked]
-        except IntractableError:  # no probabilities, but scores
-            pass
+        ranked = islice(structure.ranked_support(), k)
+        return [Found(r.structure, math.exp(float(r.log_prob))) for r in ranked]
     best = structure.topk(k)
     z, scores = best.structures[best.exists], best.scores[best.exists].tolist()
     known = structure.supports("log_prob") and isinstance(structure, Incremental)

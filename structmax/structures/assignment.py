@@ -16,12 +16,14 @@ from structmax.forest.topology import Forest, ForestBuilder, bucket, family, nam
 from structmax.oracles import assignment as oracle
 from structmax.oracles import birkhoff
 from structmax.smoothing import SHANNON, Smoothing
-from structmax.structures.base import IntractableError, Structure, dot
+from structmax.structures.base import IntractableError, Structure, class_or_self, dot
 from structmax.structures.dynamic import DynamicStructure
 from structmax.structures.lengths import TwoSided
 from structmax.structures.nesting import nest, unnest
 
 LARGEST = 12  # of the shorter side, for exact sums: they take 2^LARGEST states
+SUMS = {"log_partition", "marginals", "log_prob", "sample", "entropy", "cross_entropy"}
+SUMS |= {"expected_cost", "mbr", "ranked_support"}
 
 
 class Bethe(NamedTuple):
@@ -203,17 +205,26 @@ class Assignment(TwoSided, DynamicStructure):
         rows, columns = self._sizes()
         return int(rows.amax()), int(columns.amax())
 
+    @class_or_self
+    def supports(self, query: str) -> bool:
+        large = isinstance(self, Assignment) and query in SUMS and min(self._extent()) > LARGEST
+        return query in self.queries and not large
+
+    def _intractable(self, query: str) -> IntractableError:
+        return IntractableError(
+            "Assignment: log_partition, marginals, log_prob, entropy and samples sum over all "
+            f"matchings, which is intractable beyond {LARGEST} elements on the shorter side; here "
+            f"are {min(self._extent())}. Use sinkhorn(temperature), bethe(), argmax() or topk(k) "
+            "instead."
+        )
+
     def _drawn(self) -> tuple[int, int, int]:
         """The short side, the bucket of the long side, and how many of it may stay unmatched."""
         # index: a size that torch.compile has made symbolic becomes a number again
         n, m = map(operator.index, self._extent())
         s, m = min(n, m), max(n, m)
         if s > LARGEST:
-            raise IntractableError(
-                "Assignment: log_partition, marginals, log_prob, entropy and samples sum over all "
-                f"matchings, which is intractable beyond {LARGEST} elements on the shorter side; "
-                f"here are {s}. Use sinkhorn(temperature), bethe(), argmax() or topk(k) instead."
-            )
+            raise self._intractable("log_partition")
         return s, bucket(m), m - s if self.rows is None else bucket(m)
 
     def _forest_key(self) -> str:

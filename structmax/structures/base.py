@@ -7,9 +7,11 @@ engine answers for it. What can be derived from other answers is written here, o
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Self
 
 import torch
@@ -49,6 +51,24 @@ class Ranked(NamedTuple):
 
     structure: Tensor
     log_prob: Tensor
+
+
+class class_or_self(classmethod):
+    """A method of the class that is given the instance where it is asked of one."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        super().__init__(method)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return MethodType(self.__func__, owner if instance is None else instance)
+
+
+def signature_of(init: Callable[..., None]) -> inspect.Signature:
+    """What ``help`` shows of a class with this ``__init__``, though its ``__new__`` chooses a
+    subclass: all but ``self`` and what is ours."""
+    signature = inspect.signature(init)
+    _, *given = signature.parameters.values()
+    return signature.replace(parameters=[p for p in given if not p.name.startswith("_")])
 
 
 class IntractableError(NotImplementedError):
@@ -501,15 +521,18 @@ class Structure(Distribution):
 
     # -- refusals ---------------------------------------------------------------------------------
 
-    @classmethod
-    def supports(cls, query: str) -> bool:
+    @class_or_self
+    def supports(self, query: str) -> bool:
         """Whether a query has an efficient algorithm here, exact unless it is in ``approximate``.
+        A structure may answer for its size, its class for some.
 
         >>> import structmax as sx
-        >>> sx.LinearChain.supports("marginals")
+        >>> sx.Assignment.supports("marginals")
         True
+        >>> sx.Assignment(torch.zeros(20, 20)).supports("marginals")
+        False
         """
-        return query in cls.queries
+        return query in self.queries
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Queries that are not in ``queries`` raise, whatever the class inherits."""

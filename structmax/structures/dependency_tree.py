@@ -9,6 +9,7 @@ from torch import Tensor
 
 from structmax import checks
 from structmax.smoothing import Smoothing
+from structmax.structures.base import signature_of
 from structmax.structures.nesting import nest, unnest
 from structmax.structures.square import SquareStructure
 
@@ -105,6 +106,8 @@ class DependencyTree(SquareStructure):
             )
         if self._validate_args and checks.can_look():
             self._first_look()
+
+    __signature__ = signature_of(__init__)
 
     @property
     def _name(self) -> str:

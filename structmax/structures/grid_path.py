@@ -16,7 +16,7 @@ from structmax import checks
 from structmax.forest.topology import Forest, ForestBuilder, family, name_of
 from structmax.oracles import shortest_path
 from structmax.smoothing import Smoothing
-from structmax.structures.base import dot
+from structmax.structures.base import dot, signature_of
 from structmax.structures.dynamic import DynamicStructure
 from structmax.structures.lengths import full
 from structmax.structures.nesting import nest, unnest
@@ -107,6 +107,8 @@ class GridPath(DynamicStructure):
         super().__init__(scores.shape[:-2], scores.shape[-2:], smoothing, validate_args)
         if self._validate_args and checks.can_look():
             self._check_values()
+
+    __signature__ = signature_of(__init__)
 
     def _check_values(self) -> None:
         checks.values("GridPath", {"scores": (self.scores, None)})
