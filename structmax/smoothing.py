@@ -24,6 +24,7 @@ from torch import Tensor
 from structmax import checks
 
 HARD, SHANNON, TSALLIS = 0, 1, 2  # the codes that kernels switch on
+ALPHAS = 1.001, 4.0  # between which dynamic programs have their digits
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,9 @@ class Tsallis(Smoothing):
 
     p = [(α−1)(x − τ)/γ]₊^{1/(α−1)} with the threshold τ that makes p sum to one.
 
+    Structures take α = 1, which is Shannon, and 1.001 ≤ α ≤ 4. A rounding error ε in the scores is
+    one of ε/(α − 1) in p near α = 1, and up to ε^{1/(α−1)} where p is close to 0.
+
     >>> Tsallis(alpha=1.5).argmax(torch.tensor([-2.0, 0.0, 0.5]))
     tensor([0.0000, 0.3260, 0.6740])
     """
@@ -157,25 +161,31 @@ class Tsallis(Smoothing):
     def max(self, x: Tensor) -> Tensor:
         if self.alpha == 1:
             return Shannon(self.gamma).max(x)
-        p, powers, support = self._solve(x)
-        omega = (powers.sum(-1) - 1) * self.gamma / (self.alpha * (self.alpha - 1))
-        value = (p * torch.where(support, x, 0.0)).sum(-1) - omega
+        p, base, support, tau = self._solve(x)
+        # p^α − p = p(base − 1): with Σ p^α − 1 all digits would be lost as α → 1
+        scale = self.gamma / (self.alpha * (self.alpha - 1))
+        gain = torch.where(support, x, 0.0) - scale * (base - 1)
+        value = (_normalised(p) * gain).sum(-1).detach()
+        # the derivatives are those of the dual, which is least at τ: its error does not matter
+        dual = tau.squeeze(-1) + self.gamma / self.alpha * (p * base).sum(-1)
+        value = (value + dual - dual.detach()).to(x.dtype)
         value = torch.where(x.isnan().any(-1), math.nan, value)
         return torch.where((x > -math.inf).any(-1) | x.isnan().any(-1), value, -math.inf)
 
     def argmax(self, x: Tensor) -> Tensor:
         if self.alpha == 1:
             return Shannon(self.gamma).argmax(x)
-        p, _, _ = self._solve(x)
+        p = _normalised(self._solve(x)[0]).to(x.dtype)
         return torch.where(x.isnan().any(-1, keepdim=True), math.nan, p)
 
-    def _solve(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """p, p^α and the support.
+    def _solve(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """p and p^(α−1) in float64, which is 1 outside the support, the support, and τ − max x.
 
-        τ is found by bisection on constants; two Newton steps then attach it to x, which makes its
-        first three derivatives exact.
+        τ is found by bisection on constants; two Newton steps then attach it to x, without moving
+        it, which makes its first three derivatives exact.
         """
         rate, power = (self.alpha - 1) / self.gamma, 1 / (self.alpha - 1)
+        x = x.double()
         fixed = x.detach()
         peak = fixed.amax(-1, keepdim=True)
         peak = torch.where(peak > -math.inf, peak, 0.0)
@@ -194,14 +204,12 @@ class Tsallis(Smoothing):
             p = torch.where(support, base.pow(power), 0.0)
             slope = torch.where(support, base.pow(power - 1), 0.0).sum(-1, keepdim=True)
             slope = torch.where(slope != 0, slope, 1.0) / self.gamma
-            tau = tau + torch.where(
+            step = torch.where(
                 support.any(-1, keepdim=True), (p.sum(-1, keepdim=True) - 1) / slope, 0.0
             )
-        base = rate * (shifted - tau)
-        support = support & (base > 0)
-        base = torch.where(support, base, 1.0)
-        p = torch.where(support, base.pow(power), 0.0)
-        return p, p * base, support
+            tau = tau + step - step.detach()
+        base = torch.where(support, rate * (shifted - tau), 1.0)
+        return torch.where(support, base.pow(power), 0.0), base, support, tau
 
     def bound(self, options: int) -> float:
         if self.alpha == 1:
@@ -222,6 +230,11 @@ class Gini(Tsallis):
 
     def __repr__(self) -> str:
         return f"Gini(gamma={self.gamma})"
+
+
+def _normalised(p: Tensor) -> Tensor:
+    total = p.sum(-1, keepdim=True)
+    return p / torch.where(total != 0, total, 1.0)
 
 
 def from_code(code: Sequence[float]) -> Smoothing:

@@ -439,6 +439,38 @@ def test_partial(loss: str, row: str) -> None:
     assert gradcheck(value, leaves, fast_mode=True, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("model", ["chain", "HMM"])
+def test_a_condition_in_half_precision_keeps_the_scores(model: str, dtype: torch.dtype) -> None:
+    """Start and end are not rounded into the unary scores."""
+    torch.manual_seed(4)
+    unary, transition, start, end = (
+        torch.randn(*size).mul(k).to(dtype)
+        for size, k in (((6, 4), 1), ((4, 4), 1), ((4,), 5), ((4,), 5))
+    )
+
+    def make(*scores: Tensor) -> sx.LinearChain:
+        if model == "HMM":
+            return sx.HMM(scores[2], scores[1], scores[0].mT, torch.tensor([0, 3, 1, 5, 2]))
+        return sx.LinearChain(*scores)
+
+    half, exact = (
+        make(unary, transition, start, end),
+        make(*(t.double() for t in (unary, transition, start, end))),
+    )
+    allowed = torch.ones(half.event_shape, dtype=torch.bool)
+    close(
+        half.condition(exclude=~allowed).log_partition().double(),
+        half.log_partition().double(),
+        1e-6,
+    )
+    allowed[2, 0] = False
+    found, expected = (s.condition(exclude=~allowed) for s in (half, exact))
+    assert found.marginals().dtype == dtype
+    close(found.log_partition().double(), expected.log_partition(), 1e-6)
+    close(losses.partial_crf(half, allowed).double(), losses.partial_crf(exact, allowed), 1e-6)
+
+
 # -- ragged batches, forbidden parts, extremes ---------------------------------------------------
 
 

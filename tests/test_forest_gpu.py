@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
+import structmax as sx
 from structmax.forest import ops
 from structmax.forest.topology import Forest, ForestBuilder
 from structmax.primitive import backend
@@ -121,6 +122,24 @@ def test_value_alone():
 def test_float32(omega):
     forest = random_forest(3, nodes=8)
     check_smooth_queries(forest, *batch(forest, 3, torch.float32), omega)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("alpha", [1.001, 1.01, 3.0, 4.0])
+def test_every_alpha_against_entmax(alpha, dtype):
+    """An error ε in the scores is one of ε/(α − 1) or ε^{1/(α−1)} in probabilities. With α = 3 the
+    last row has options at the edge of the support."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 4, dtype=torch.float64, device=DEVICE).to(dtype)
+    x[-1] = torch.tensor([0.0, -0.5, -0.5, -2.0])
+    x[-1, 1] += 2.9e-13
+    with backend("gpu"):
+        one = sx.Choice(x, smoothing=Tsallis(alpha))
+        mu, value = one.marginals(), one.log_partition()
+    error = torch.finfo(dtype).eps
+    tolerance = 4 * max(error / (alpha - 1), error ** (1 / (alpha - 1)))
+    assert_close(mu, sx.entmax(x.double(), alpha).to(dtype), tolerance)
+    assert_close(value, sx.smoothed_max(x.double(), Tsallis(alpha)).to(dtype), tolerance)
 
 
 @pytest.mark.parametrize("omega", [Shannon(0.7), Tsallis(1.5, 0.8)], ids=str)

@@ -600,6 +600,16 @@ def test_contract_of_included_edges(check: str) -> None:
     CHECKS[check](included)
 
 
+def test_an_edge_that_an_item_does_not_have() -> None:
+    part = torch.zeros(4, 4, dtype=torch.bool)
+    part[0, 2] = True
+    trees = sx.SpanningTree(torch.zeros(4, 4, 4), torch.tensor([1, 2, 3, 4]))
+    with_it = trees.condition(include=part)
+    assert with_it.log_partition()[:2].tolist() == [-math.inf] * 2
+    assert bool((with_it.log_partition()[2:] > 0).all())
+    assert with_it.topk(1).exists.flatten().tolist() == [False, False, True, True]
+
+
 def test_gradients_of_included_edges() -> None:
     s = included()[0]
 

@@ -285,3 +285,53 @@ def test_only_shannon_ignores_the_drawing() -> None:
     inner = -0.1 + 0.25 + 0.2**2 / 4
     value = (0.1 + inner) / 2 + 0.25 + (inner - 0.1) ** 2 / 4
     close(both(sx.Gini(), "log_partition")[1], value)
+
+
+# -- in a dynamic program -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("alpha", "digits"), [(1.001, 1e-12), (1.01, 1e-13), (1.5, 1e-14), (3.0, 2e-8), (4.0, 1e-5)]
+)
+@pytest.mark.parametrize("name", ["cpu", "naive"])
+def test_every_alpha_against_entmax(name: str, alpha: float, digits: float) -> None:
+    """Of 20,000 rows of 8 and of 3 options: some have one at the edge of the support."""
+    torch.manual_seed(0)
+    omega = sx.Tsallis(alpha)
+    for x in (torch.randn(20000, 8, dtype=f64), torch.randn(20000, 3, dtype=f64) / 3):
+        with sx.backend(name):
+            one = sx.Choice(x, smoothing=omega)
+            mu, value = one.marginals(), one.log_partition()
+        close(mu, sx.entmax(x, alpha), digits)
+        close(value, sx.smoothed_max(x, omega), 10 * digits)
+        close(mu.sum(-1), 1.0, digits)
+
+
+def test_an_option_at_the_edge_of_the_support() -> None:
+    """Newton's steps went to and fro between both ends of the bracket."""
+    x = vector([0.0, -0.5 + 2.9e-13])
+    p = sx.Choice(x, smoothing=sx.Tsallis(3.0)).marginals()
+    close(p, sx.entmax(x, 3.0), 2e-8)  # √ε
+
+
+@pytest.mark.parametrize("alpha", [1 + 1e-9, 1.0001, 1.01])
+def test_no_digits_are_lost_near_shannon(alpha: float) -> None:
+    x = torch.tensor([0.0, 0.1, 0.2])
+    exact = sx.smoothed_max(x.double(), sx.Tsallis(alpha))
+    close(sx.Tsallis(alpha).max(x).double(), exact, 2e-7)
+    close(sx.Tsallis(alpha).max(x.double()), exact, 1e-15 / (alpha - 1) + 1e-15)
+
+
+def test_some_probability_is_left() -> None:
+    """In float32, where the threshold has too few digits."""
+    x = torch.tensor([0.24052053689956665, -0.13891330361366272, -0.09118553251028061])
+    for alpha in (4.0, 8.0, 20.0):
+        p = sx.Tsallis(alpha).argmax(x)
+        close(p.sum(), 1.0, 1e-6)
+        assert p[0] > 0.5
+
+
+@pytest.mark.parametrize("alpha", [1.0005, 4.1, 20.0])
+def test_alphas_without_digits_are_refused(alpha: float) -> None:
+    with pytest.raises(ValueError, match=r"Choice: alpha of Tsallis must be 1, or between"):
+        sx.Choice(torch.zeros(3), smoothing=sx.Tsallis(alpha))

@@ -446,6 +446,22 @@ def test_sinkhorn_of_a_batch_of_large_problems_returns() -> None:
     close(scores.grad.sum(-1), torch.zeros(2, 170), 1e-6)  # a shift of a row changes nothing
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(5, 3), (3, 5), (2, 4), (4, 4), (1, 6)])
+def test_relaxations_do_not_see_the_padding(rows: int, columns: int) -> None:
+    """In value and gradient; in a frame of 6 × 7."""
+    whole = randn(6, 7).requires_grad_()
+    part = whole.detach()[:rows, :columns].clone().requires_grad_()
+    weights = randn(rows, columns)
+    answers = []
+    for scores, lengths in ((whole, (torch.tensor(rows), torch.tensor(columns))), (part, None)):
+        p = sx.Assignment(scores, lengths).sinkhorn()[:rows, :columns]
+        b = sx.Assignment(scores, lengths).bethe().marginals[:rows, :columns]
+        g = [torch.autograd.grad((q * weights).sum(), scores)[0] for q in (p, b)]
+        answers.append([p, b, *(t[:rows, :columns] for t in g)])
+    for padded, alone in zip(*answers, strict=True):
+        close(padded, alone, 1e-6)
+
+
 def test_sinkhorn_tends_to_the_best_matching() -> None:
     for shape in ((5, 5), (4, 6), (6, 3)):
         s = sx.Assignment(randn(8, *shape, seed=5))

@@ -22,7 +22,9 @@ class SumAndSample(Estimator):
     The sum and its gradient are exact; the rest is REINFORCE at draws from p given z ∉ C (Liu,
     Regier, Tripuraneni, Jordan & McAuliffe, "Rao-Blackwellized stochastic gradients for discrete
     distributions", ICML 2019). Unbiased, with less variance than :class:`Reinforce` where p(C) is
-    large. Needs topk, samples and log_prob; a beam is as good a C as the k best.
+    large. Needs topk, samples and log_prob; a beam is as good a C as the k best. Biased for a
+    ``Hyperpath`` of which two derivations have the same z: C is a set of derivations there, but a
+    draw is known by its z.
 
     Draws from the rest are exact, by rejection with at most ``tries`` (see ``rejection``): still
     unbiased; infinitely many are the paper's estimator. Costs are taken relative to their mean over

@@ -62,7 +62,11 @@ def size_of_derivations(ptr, tail1, tail2, edge_part, node_part, runs):
 
 @kernel
 def threshold(x, degree, lane, peak, gamma, alpha):
-    """τ − peak of Tsallis: Σ [(α−1)(x − τ)/γ]₊^{1/(α−1)} = 1, by Newton kept inside a bracket."""
+    """τ − peak of Tsallis: Σ [(α−1)(x − τ)/γ]₊^{1/(α−1)} = 1, by Newton kept inside a bracket.
+
+    A step that leaves the bracket, or is no step, halves the bracket: for α > 2 an option at the
+    edge of the support has an endless slope.
+    """
     rate, power = (alpha - 1.0) / gamma, 1.0 / (alpha - 1.0)
     low, high = -1.0 / rate, -(degree ** (1.0 - alpha)) / rate
     tau = low
@@ -84,11 +88,12 @@ def threshold(x, degree, lane, peak, gamma, alpha):
             low = max(low, tau)
         else:
             high = min(high, tau)
-        new = tau + (mass - 1.0) * gamma / slope if slope > 0 else high
-        if not (low <= new <= high):
-            new = 0.5 * (low + high)
-        if abs(new - tau) <= 2e-16 * abs(tau):
+        least = 2e-16 * abs(tau)
+        if abs(mass - 1.0) <= 1e-15 or high - low <= least:
             break
+        new = tau + (mass - 1.0) * gamma / slope if slope > 0 else high
+        if not (low < new < high) or abs(new - tau) <= least:
+            new = 0.5 * (low + high)
         tau = new
     return tau
 
@@ -150,14 +155,15 @@ def up(kind, gamma, alpha, S, V, T, x, last, ptr, tail1, tail2, edge_part, node_
                 if feasible:
                     tau = threshold(x, e1 - e0, lane, value, gamma, alpha)
                     rate, power = (alpha - 1.0) / gamma, 1.0 / (alpha - 1.0)
-                    extra, powers = 0.0, 0.0
+                    mass, gain = 0.0, 0.0
                     for d in range(e1 - e0):
                         base = rate * (x[d, lane] - peak[lane] - tau)
                         if base > 0:
                             p = base**power
-                            extra += p * (x[d, lane] - peak[lane])
-                            powers += p * base  # p^α
-                    value += extra - (powers - 1.0) * gamma / (alpha * (alpha - 1.0))
+                            mass += p
+                            gain += p * (x[d, lane] - peak[lane])
+                            gain -= p * (base - 1.0) * gamma / (alpha * (alpha - 1.0))  # p^α − p
+                    value += gain / mass
                     T[v, lane] = peak[lane] + tau
                 V[v, lane] = value + S[own, lane]
 

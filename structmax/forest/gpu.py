@@ -152,7 +152,8 @@ def threshold(
 ):  # fmt: skip
     """τ − peak ``(BB)``: Σ [(α−1)(x − τ)/γ]₊^{1/(α−1)} = 1, by Newton kept inside a bracket.
 
-    A step that leaves the bracket, or is not half as long as the one before, halves the bracket.
+    A step that leaves the bracket, is not half as long as the one before, or is no step, halves the
+    bracket: for α > 2 an option at the edge of the support has an endless slope.
     """
     rate, exponent = (alpha - 1.0) / gamma, 1.0 / (alpha - 1.0)
     tolerance = 1e-14 if DTYPE.primitive_bitwidth == 64 else 1e-6
@@ -175,12 +176,14 @@ def threshold(
                 slopes += tl.where(base > 0.0, p / tl.where(base > 0.0, base, 1.0), 0.0)
         mass, slope = tl.sum(masses, 0).to(tl.float64), tl.sum(slopes, 0).to(tl.float64)
         move = (mass - 1.0) * gamma / tl.where(slope > 0.0, slope, 1.0)
-        moving = (tl.abs(mass - 1.0) > tolerance) & (tl.abs(move) > -4e-16 * tau)
-        moving = moving & (mass > 0.0)  # mass is 0 where no option is feasible
         low = tl.where(mass >= 1.0, tl.maximum(low, tau), low)
         high = tl.where(mass < 1.0, tl.minimum(high, tau), high)
+        least = -4e-16 * tau
+        moving = (tl.abs(mass - 1.0) > tolerance) & (high - low > least)
+        moving = moving & (mass > 0.0)  # mass is 0 where no option is feasible
         new = tau + move
         sound = (new >= low) & (new <= high) & (2.0 * tl.abs(move) <= length)
+        sound = sound & (tl.abs(move) > least)
         new = tl.where(sound, new, 0.5 * (low + high))
         length = tl.abs(new - tau)
         tau = tl.where(moving, new, tau)
@@ -236,18 +239,20 @@ def up_node(
             gamma, alpha, BE, BB, DTYPE, KIND, RULED,
         )  # fmt: skip
         t = offset + tau
-        gains = tl.zeros((BE, BB), tl.float64)  # p(x − peak) − γ/(α(α−1)) p^α
+        gains = tl.zeros((BE, BB), tl.float64)  # p(x − peak) − γ/(α(α−1)) (p^α − p)
+        total = tl.zeros((BE, BB), tl.float64)
         for run in range(r0, r1):
             e0, e1 = bounds(ptr, tail1, v, run, RULED)
             for start in range(e0, e1, BE):
                 e = start + tl.arange(0, BE)
                 one, two, part = ends(tail1, tail2, edge_part, run, e, e < e1, RULED)
                 x = options(V, S, one, two, part, e < e1, b, items, B) - offset[None, :]
-                base = ((x - tau[None, :]) * ((alpha - 1.0) / gamma)).to(DTYPE)
-                p = power(base, 1.0 / (alpha - 1.0), KIND)
-                gain = p * (x - base * (gamma / (alpha * (alpha - 1.0))))
+                base = (x - tau[None, :]) * ((alpha - 1.0) / gamma)
+                p = power(base.to(DTYPE), 1.0 / (alpha - 1.0), KIND).to(tl.float64)
+                gain = p * (x - (base - 1.0) * (gamma / (alpha * (alpha - 1.0))))
                 gains += tl.where(p > 0.0, gain, 0.0)
-        value = offset + tl.sum(gains, 0) + gamma / (alpha * (alpha - 1.0))
+                total += p
+        value = offset + tl.sum(gains, 0) / tl.maximum(tl.sum(total, 0), 1e-30)
         value = tl.where(feasible, value, -float("inf"))
     own = tl.load(row(S, tl.load(node_part + v), b, B), mask=items)
     tl.store(row(T, v, b, B), t + nan, mask=items)

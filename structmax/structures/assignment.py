@@ -317,8 +317,8 @@ class Assignment(TwoSided, DynamicStructure):
         safe = torch.where(inside, scores, 0.0)
         with torch.no_grad():
             if checks.can_look() and bool((safe > -math.inf).all()):
-                cells = inside
-                spare = inside.new_ones(*self.batch_shape, max(self.event_shape))
+                cells, longer = inside, torch.maximum(*sizes)[..., None]
+                spare = torch.arange(max(self.event_shape), device=longer.device) < longer
             else:
                 best, without = oracle.max_marginals(scores.detach(), *sizes)
                 cells, spare = best > -math.inf, without > -math.inf

@@ -20,7 +20,7 @@ from torch.distributions import Distribution
 from torch.distributions.kl import register_kl
 
 from structmax import checks
-from structmax.smoothing import Shannon, Smoothing
+from structmax.smoothing import ALPHAS, TSALLIS, Shannon, Smoothing
 
 if TYPE_CHECKING:
     from structmax.draw.svg import Drawing
@@ -134,6 +134,13 @@ class Structure(Distribution):
             raise ValueError(
                 f"{self._name}: smoothing must be one of sx.Hard, sx.Shannon, sx.Gini, sx.Tsallis, "
                 f"got {smoothing!r}."
+            )
+        kind, _, alpha = self.smoothing.code
+        if kind == TSALLIS and not ALPHAS[0] <= alpha <= ALPHAS[1]:
+            raise ValueError(
+                f"{self._name}: alpha of Tsallis must be 1, or between {ALPHAS[0]} and "
+                f"{ALPHAS[1]}, where probabilities have their digits, got {alpha}. Use sx.Shannon "
+                "below and sx.Hard above; sx.entmax and sx.smoothed_max take any alpha."
             )
         super().__init__(batch_shape, torch.Size(event_shape), validate_args=False)
         self._check_room(self._event_shape.numel())
@@ -373,7 +380,7 @@ class Structure(Distribution):
 
     @property
     def variance(self) -> Tensor:
-        """μ(1 − μ): each part is a Bernoulli variable."""
+        """μ(1 − μ): each part is a Bernoulli variable, being used once at most."""
         mu = self.marginals()
         return mu * (1 - mu)
 

@@ -24,7 +24,8 @@ class Hyperpath(DynamicStructure):
 
     z counts how often each part is used. Queries are over derivations: if two derivations use the
     same parts (the forest is ambiguous), ``log_prob``, ``topk`` and ``enumerate_support`` speak of
-    single derivations, and the probability of z is the sum over its derivations.
+    single derivations, and the probability of z is the sum over its derivations. ``variance`` is
+    right for parts that no derivation uses twice.
 
     Args:
         forest: the topology

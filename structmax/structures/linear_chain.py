@@ -285,6 +285,18 @@ class LinearChain(LateLook, DynamicStructure):
             validate_args=self._validate_args,
         )
 
+    def _without(self, forbidden: Tensor) -> LinearChain:
+        self._look()
+        return LinearChain(  # with start and end as they are: in half precision a sum would round
+            torch.where(forbidden, -math.inf, self.unary),
+            self.transition,
+            self.start,
+            self.end,
+            self.lengths,
+            self.smoothing,
+            self._validate_args,
+        )
+
     def _with_gains(self, gains: Tensor) -> LinearChain:
         new = super()._with_gains(gains)
         assert isinstance(new, LinearChain)

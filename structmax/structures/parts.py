@@ -275,6 +275,10 @@ class PartStructure(Structure):
                     f"got {tuple(mask.shape)}."
                 ) from None
             forbidden = forbidden | (self._incompatible(mask) if name == "include" else mask)
+        return self._without(forbidden)
+
+    def _without(self, forbidden: Tensor) -> Any:
+        """The same structure where no part is one of these, ``(*B, *parts)``."""
         primary = self._parts()[0].to(self.dtype)
         return self._replace_primary(torch.where(forbidden, -math.inf, primary))
 

@@ -189,14 +189,16 @@ class SpanningTree(ArcStructure):
         others = (first != torch.arange(n, device=edges.device)).sum(-1)
         total = torch.where(once, edges, 0.0).sum((-1, -2))
         possible = (once.sum((-1, -2)) == others) & (total != -math.inf)  # no cycle
+        possible = possible & ~(self._forced & ~self._used()).flatten(-2).any(-1)
         return first, possible, torch.where(possible, total, 0.0)
 
     def _with_forced(self, value: Tensor, dims: int = 0) -> Tensor:
         """Values ``(*B, ...)`` and what the included edges score, where there is a tree."""
         if self._forced is None:
             return value
-        total = self._classes()[2].to(value.dtype)[(..., *[None] * dims)]
-        return torch.where(value == -math.inf, value, value + total)
+        _, possible, total = (t[(..., *[None] * dims)] for t in self._classes())
+        moved = torch.where(value == -math.inf, value, value + total.to(value.dtype))
+        return torch.where(possible, moved, -math.inf)  # an item of one node has no edge to forbid
 
     def _value(self) -> Tensor:
         return self._with_forced(super()._value())
