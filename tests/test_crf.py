@@ -419,6 +419,24 @@ def test_compiles(mask):
     torch.testing.assert_close(compiled(emissions, tags, on), crf(emissions, tags, on))
 
 
+@pytest.mark.parametrize("mask", ["none", "prefix", "holes"])
+def test_gradients_of_each_item(mask):
+    """By vmap of grad, as in training with differential privacy."""
+    crf = make(batch_first=True)
+    emissions, tags, on = problem(mask)
+    on = torch.ones_like(tags, dtype=torch.bool) if on is None else on
+    parameters = dict(crf.named_parameters())
+
+    def loss(parameters, *item):
+        return torch.func.functional_call(crf, parameters, tuple(part[None] for part in item))
+
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0, 0))(parameters, emissions, tags, on)
+    for item, value in enumerate(crf(emissions, tags, on, reduction="none")):
+        want = torch.autograd.grad(value, list(parameters.values()), retain_graph=True)
+        for name, grad in zip(parameters, want, strict=True):
+            torch.testing.assert_close(each[name][item], grad)
+
+
 def test_inputs_are_left_alone():
     crf = make(batch_first=True)
     emissions, tags, on = problem("holes")

@@ -89,6 +89,20 @@ def test_words_are_those_of_the_whole(attention: str) -> None:
         assert not weights[item, :, n:].any()
 
 
+@pytest.mark.parametrize(("start", "end"), [(2, 3), (3, 2), (9, 10), (10, 9), (1, 2)])
+def test_every_word_may_be_written(start: int, end: int) -> None:
+    """All but padding, unknown words and the start; nothing after the end."""
+    model = model_of("softmax", start=start, end=end)
+    source, lengths = torch.tensor([[4, 5, 3]]), torch.tensor([3])
+    for word in range(1, 11):
+        model.output.bias.data = torch.eye(11)[word] * 100
+        found = model.translate(source, lengths, most=9).words[0].tolist()
+        if word == end:
+            assert found == [0] * 8  # looked at every eighth word
+        else:
+            assert found.count(word) == (0 if word in (1, start) else 9)
+
+
 @pytest.mark.parametrize("attention", ["uniform", "random"])
 def test_attention_that_does_not_look(attention: str) -> None:
     model = model_of(attention)
@@ -203,10 +217,13 @@ def test_summaries_are_read(tmp_path: Path) -> None:
         ('{"document": "a"}', "document and summary"),
         ('{"document": 3, "summary": "a"}', "no text as document"),
         ('{"document": " ", "summary": "a"}', "an empty document"),
+        ('{"document": "a \\ud800 b", "summary": "a"}', "half of a surrogate pair"),
     ]:
         path.write_text(f"{row}\n{line}\n")
         with pytest.raises(ValueError, match=f"train.jsonl:2: .*{words}"):
             summaries.read(path)
+    path.write_text('{"document": "\\ud83d\\ude00", "summary": "a"}\n')  # two halves are one
+    assert summaries.read(path)[0].source == ["😀"]
     for name in ("train", "val", "test"):
         (tmp_path / f"{name}.jsonl").write_text(row + "\n")
     told = Translation().data(Seq2SeqConfig(corpus=str(tmp_path), kind="summary", most_words=2))
@@ -215,9 +232,21 @@ def test_summaries_are_read(tmp_path: Path) -> None:
         Translation().data(Seq2SeqConfig(corpus=str(tmp_path)))
 
 
+def test_words_of_a_line_are_those_of_a_file() -> None:
+    task, config = Translation(), Seq2SeqConfig(**SMALL)
+    task.data(config)
+    (found,) = task.predict(task.model(config).eval(), ["a\u00a0b \tc "])
+    assert found["source"] == ["a\u00a0b", "c"]
+
+
 def test_seq2seq_refuses() -> None:
     for options, words in [({"hidden_size": 5}, "even"), ({"fertility": 0.0}, "fertility")]:
         with pytest.raises(UserError, match=words):
             Seq2SeqConfig(**options).check()
     with pytest.raises(ValueError, match="needs strength"):
         Seq2Seq(5, 5, 4, "fusedmax")
+    for start, end in [(2, 2), (2, 1), (2, 0), (5, 3), (2, 5), (-1, 3)]:
+        with pytest.raises(ValueError, match=f"got start={start}, end={end}"):
+            Seq2Seq(5, 5, 4, start=start, end=end)
+    with pytest.raises(ValueError, match="most must be at least 1, got 0"):
+        Seq2Seq(5, 5, 4).translate(torch.tensor([[3]]), torch.tensor([1]), most=0)

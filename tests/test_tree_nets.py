@@ -11,17 +11,21 @@ from torch import nn
 
 import structmax as sx
 from structmax.data import Trees, collate, listops
+from structmax.data.words import Vocabulary, facts
 from structmax.estimators import by_name
 from structmax.nn.chart_lstm import ChartLSTM
 from structmax.nn.child_sum import ChildSumTreeLSTM
 from structmax.nn.classifier import ENCODERS, TreeClassifier
+from structmax.nn.dependency_classifier import DependencyClassifier
 from structmax.nn.easy_first import EasyFirstTreeLSTM
 from structmax.nn.gated_recursive import GatedRecursiveCell
 from structmax.nn.latent_tree import GraphConvolution, LatentDependency, LatentTree
 from structmax.nn.leaf_lstm import LeafLSTM, SentenceLSTM
+from structmax.nn.pair_classifier import PairByDependency, PairByTree
 from structmax.nn.pool import Pool
 from structmax.nn.spinn import SPINN
 from structmax.nn.tree_lstm import TreeLSTM, TreeLSTMCell
+from structmax.nn.word_encoder import WordEncoder
 
 LENGTHS = torch.tensor([6, 1, 4, 2])
 CELLS = ("tree-lstm", "gated")
@@ -560,3 +564,257 @@ def test_a_pool_is_freed() -> None:
     total.backward()
     del pool, total
     assert table() is None  # without waiting for the garbage collector, which cannot see the graph
+
+
+# -- cells that were changed ----------------------------------------------------------------------
+
+
+class Doubled(GatedRecursiveCell):
+    def forward(self, left, right):
+        return 2 * super().forward(left, right)
+
+
+def with_part(name, part):
+    cell = GatedRecursiveCell(4)
+    setattr(cell, name, part)
+    return cell
+
+
+def hooked(name):
+    cell = GatedRecursiveCell(4)
+    module = getattr(cell, name) if name else cell
+    module.register_forward_hook(lambda module, inputs, out: 2 * out)
+    return cell
+
+
+def replaced_forward():
+    cell = GatedRecursiveCell(4)
+    cell.forward = lambda left, right: left - right
+    return cell
+
+
+OTHER_CELLS = {
+    "subclass": lambda: Doubled(4),
+    "another forward": replaced_forward,
+    "norm without parameters": lambda: with_part("norm", nn.LayerNorm(4, elementwise_affine=False)),
+    "norm without a shift": lambda: with_part("norm", nn.LayerNorm(4, bias=False)),
+    "another norm": lambda: with_part("norm", nn.RMSNorm(4)),
+    "inner without a bias": lambda: with_part("inner", nn.Linear(8, 16, bias=False)),
+    "wrapped inner": lambda: with_part("inner", nn.Sequential(nn.Linear(8, 16), nn.Tanh())),
+    "hook": lambda: hooked(""),
+    "hook of outer": lambda: hooked("outer"),
+    "weight norm": lambda: with_part(
+        "outer", nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+    ),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_CELLS)
+@pytest.mark.parametrize("name", POLICIES)
+def test_changed_cells_are_replayed_as_they_are(name, other):
+    torch.manual_seed(0)
+    make, structure, naive, form = POLICIES[name]
+    policy = make(4, OTHER_CELLS[other]()).double()
+    assert not policy.cell.can_compose_levels and GatedRecursiveCell(4).can_compose_levels
+    leaves, steps = padded(4), form(Trees.random(LENGTHS, seed=3))
+    out = structure(policy, leaves, LENGTHS)
+    out = out.rollout(out.encode(steps))
+    root, total = naive(policy, leaves[0], steps[0].tolist())
+    batched = torch.cat([policy.root(out.state)[0], out.log_prob[:1]])
+    same(policy, leaves, batched, torch.cat([root, total[None]]))
+
+
+# -- heads and lengths ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("heads", "said"),
+    [
+        ([[2, 0, 2], [3, 0, 0]], r"between 0 and 2, got 3 for word 1 of item 1"),
+        ([[2, 0, 2], [0, -1, 0]], r"between 0 and 2, got -1 for word 2 of item 1"),
+        ([[2, 0, 9], [0, 1, 0]], r"between 0 and 3, got 9 for word 3 of item 0"),
+        ([[2, 0, 2], [2, 1, 0]], r"item 1 form a cycle: \[2, 1\]"),
+        ([[0, 3, 3], [0, 1, 0]], r"item 0 form a cycle: \[0, 3, 3\]"),
+    ],
+)
+def test_heads_that_are_no_tree(heads, said):
+    heads, lengths = torch.tensor(heads), torch.tensor([3, 2])
+    with pytest.raises(ValueError, match=said):
+        ChildSumTreeLSTM(1, 2)(torch.zeros(2, 3, 1), heads, lengths)
+    words = torch.tensor([[3, 4, 5], [6, 7, 0]])
+    for kind, composer in [("given", "child-sum"), ("given", "gcn"), ("latent", "gcn")]:
+        model = DependencyClassifier(10, 2, kind, composer, 3, 4)
+        with pytest.raises(ValueError, match=said):
+            model(words, lengths, heads=heads)
+
+
+@pytest.mark.parametrize("composer", ["child-sum", "gcn"])
+def test_given_heads_are_an_items_own(composer):
+    torch.manual_seed(0)
+    model = DependencyClassifier(10, 2, "given", composer, 3, 4).double()
+    words, heads = torch.tensor([[3, 4, 5], [6, 7, 0]]), torch.tensor([[2, 0, 2], [0, 0, 9]])
+    both = model(words, torch.tensor([3, 2]), heads=heads)
+    alone = model(words[1:, :2], torch.tensor([2]), heads=heads[1:, :2])
+    torch.testing.assert_close(both[1:], alone)
+    if composer == "child-sum":  # two roots: their mean
+        states = model.encoder.encoder(model.embedding(words), heads, torch.tensor([3, 2]))
+        want = model.head(states / torch.tensor([[1.0], [2.0]])).log_softmax(-1)
+        torch.testing.assert_close(both, want)
+
+
+def test_lengths_that_cannot_be():
+    for lengths, got in (([3, 0], "0 for item 1"), ([4, 2], "4 for item 0")):
+        said = f"lengths must be between 1 and 3, got {got}"
+        with pytest.raises(ValueError, match="ChildSumTreeLSTM: " + said):
+            ChildSumTreeLSTM(1, 2)(
+                torch.zeros(2, 3, 1), torch.zeros(2, 3).long(), torch.tensor(lengths)
+            )
+        with pytest.raises(ValueError, match="compose_chart: " + said):
+            ChartLSTM(2)(torch.zeros(2, 3, 4), torch.tensor(lengths))
+
+
+@pytest.mark.parametrize("lengths", [[3, 2], torch.tensor([3, 2])])
+def test_lengths_may_be_a_list(lengths):
+    x = torch.randn(2, 3, 4)
+    for net in (LeafLSTM(4, 6), SentenceLSTM(4, 6)):
+        assert torch.equal(net(x, lengths), net(x, torch.tensor([3, 2])))
+
+
+def test_an_empty_batch():
+    none = torch.zeros(0, dtype=torch.long)
+    assert LeafLSTM(4, 6)(torch.zeros(0, 3, 4), none).shape == (0, 3, 6)
+    assert SentenceLSTM(4, 6)(torch.zeros(0, 3, 4), none).shape == (0, 6)
+    assert TreeLSTM(4)(torch.zeros(0, 3, 8), Trees.left([])).shape == (0, 8)
+    assert TreeLSTM(4)(torch.zeros(0, 3, 8), Trees.left([3])[:0], nodes=True).shape == (0, 5, 8)
+    heads = torch.zeros(0, 3, dtype=torch.long)
+    assert ChildSumTreeLSTM(4, 6)(torch.zeros(0, 3, 4), heads, none).shape == (0, 6)
+    names = facts([["a", "cat"]], least_count=1)
+    batch = Vocabulary(names).collate([])
+    assert WordEncoder(names, 4, 3, 5)(batch).shape == (0, batch.words.shape[1], 10)
+
+
+# -- under torch's transformations ----------------------------------------------------------------
+
+
+def compiled(call, *arguments, **options):
+    torch._dynamo.reset()
+    return torch.compile(call, backend="eager")(*arguments, **options)
+
+
+def test_networks_along_given_trees_compile():
+    torch.manual_seed(0)
+    net = TreeLSTM(8)
+    for lengths in ([3, 2], [1, 3], [1, 1]):
+        x, trees = torch.randn(2, 3, 16), Trees.left(lengths)
+        torch.testing.assert_close(compiled(net, x, trees), net(x, trees))
+    torch.testing.assert_close(compiled(net, x, trees, nodes=True), net(x, trees, nodes=True))
+    net, x = ChildSumTreeLSTM(4, 8), torch.randn(2, 3, 4)
+    step, lengths = torch.compile(net, backend="eager"), torch.tensor([3, 2])
+    for heads in ([[2, 0, 2], [0, 1, 0]], [[0, 1, 2], [2, 0, 0]]):  # nothing of a plan is kept
+        heads = torch.tensor(heads)
+        torch.testing.assert_close(step(x, heads, lengths), net(x, heads, lengths))
+
+
+@pytest.mark.parametrize("encoder", ["balanced", "spinn", "easy-first", "cky"])
+def test_tree_classifiers_compile(encoder):
+    torch.manual_seed(0)
+    model, batch = TreeClassifier(len(listops.VOCABULARY), 10, encoder, 8), small_batch(3)
+    found = compiled(model, batch.tokens, batch.lengths)
+    torch.testing.assert_close(found, model(batch.tokens, batch.lengths))
+
+
+@pytest.mark.parametrize("kind", ["latent", "given"])
+def test_dependency_classifiers_compile(kind):
+    torch.manual_seed(0)
+    model = DependencyClassifier(10, 2, kind, input_size=3, hidden_size=4)
+    words, lengths = torch.tensor([[3, 4, 5], [6, 7, 0]]), torch.tensor([3, 2])
+    heads = torch.tensor([[2, 0, 2], [0, 1, 0]]) if kind == "given" else None
+    found = compiled(model, words, lengths, heads=heads)
+    torch.testing.assert_close(found, model(words, lengths, heads=heads))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_child_sum_under_autocast(weighted):
+    torch.manual_seed(0)
+    net, x = ChildSumTreeLSTM(4, 8), torch.randn(2, 3, 4)
+    heads, lengths = torch.tensor([[2, 0, 2], [0, 1, 0]]), torch.tensor([3, 2])
+    weights = torch.ones(2, 3) if weighted else None
+    with torch.autocast("cpu", torch.bfloat16):
+        low = net(x, heads, lengths, weights)
+    low.sum().backward()
+    torch.testing.assert_close(low.float(), net(x, heads, lengths, weights), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("name", ["reinforce", "top-k-expectation", "ppo"])
+@pytest.mark.parametrize("encoder", ["easy-first", "spinn"])
+def test_policies_under_autocast(encoder, name):
+    torch.manual_seed(0)
+    model = PairByTree(9, 3, encoder, 6, 8)
+    words, lengths = torch.tensor([[3, 4, 5, 2], [6, 7, 8, 1]]), torch.tensor([4, 4])
+    estimator = by_name(name)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = model(words, lengths, torch.tensor([1, 1]), estimator=estimator)
+    losses.mean().backward()
+    grads = [p.grad for p in model.composer_parameters() if p.grad is not None]
+    assert losses.isfinite().all() and all(g.isfinite().all() for g in grads)
+    structure = model.structure(words, lengths)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = model.structure(words, lengths)
+        low = low.log_prob(structure.greedy().z)
+    torch.testing.assert_close(low, structure.log_prob(structure.greedy().z), atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("name", POLICIES)
+def test_functional_gradients_of_policies(name, cell):
+    """torch.func.grad, of a search and of known trees."""
+    torch.manual_seed(0)
+    make, kind, _, form = POLICIES[name]
+    policy = make(4, cell).double()
+    x = padded(policy.state_size).detach()
+    z = kind(policy, x, LENGTHS).encode(form(Trees.random(LENGTHS, seed=3)))
+
+    class Ask(nn.Module):
+        def __init__(self, query):
+            super().__init__()
+            self.policy, self.query = policy, query
+
+        def forward(self, x):
+            return self.query(kind(self.policy, x, LENGTHS))
+
+    def searched(structure):
+        found = structure.beam(2)
+        return found.log_prob[0].sum() + policy.root(found.state).sum()
+
+    for query in (lambda structure: structure.log_prob(z).sum(), searched):
+        module = Ask(query)
+        named = dict(module.named_parameters())
+        want = torch.autograd.grad(module(x), list(named.values()), allow_unused=True)
+
+        def value(parameters, module=module):
+            return torch.func.functional_call(module, parameters, (x,))
+
+        for grad, expected in zip(torch.func.grad(value)(named).values(), want, strict=True):
+            torch.testing.assert_close(
+                grad, torch.zeros_like(grad) if expected is None else expected
+            )
+
+
+# -- what they refuse -----------------------------------------------------------------------------
+
+
+def test_one_tree_for_each_item_without_labels():
+    model = TreeClassifier(5, 2, "cky", 4)
+    tokens, lengths = torch.ones(2, 4, dtype=torch.long), torch.tensor([4, 2])
+    with pytest.raises(ValueError, match=r"one tree for each of the 2 items, got z \(3, 2, 4, 4\)"):
+        model(tokens, lengths, estimator=by_name("imle", samples=3))
+
+
+def test_an_odd_sentence():
+    words, lengths = torch.ones(3, 2, dtype=torch.long), torch.tensor([2, 2, 1])
+    for model in (
+        PairByTree(9, 3, "left", 6, 8),
+        PairByDependency(9, 3, input_size=6, hidden_size=8),
+    ):
+        with pytest.raises(ValueError, match="even number of rows, got 3"):
+            model(words, lengths)

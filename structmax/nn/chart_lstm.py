@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from structmax import checks
 from structmax.nn.leaf_lstm import zero_padding
 from structmax.nn.tree_lstm import make_cell
 
@@ -26,6 +27,8 @@ def compose_chart(
             weights ``(B, starts, width − 1)``
     """
     n = leaves.shape[1]
+    if lengths.device.type == "cpu" and checks.can_look():  # elsewhere a look makes a device wait
+        checks.values("compose_chart", {}, lengths, n)
     widths = [zero_padding(leaves, lengths)]  # widths[w]: spans of w + 1 leaves, (B, n − w, s)
     for w in range(1, n):
         starts = n - w

@@ -163,7 +163,13 @@ class TreeClassifier(nn.Module):
             logits = self._average(structure, k_best(structure, beam, distinct=True), classify)
             return logits if labels is None else self._loss(logits, labels)
         if labels is None:
-            return classify(estimator(structure), torch.arange(len(tokens), device=tokens.device))
+            z = estimator(structure)
+            if z.dim() > 1 + len(structure.event_shape):
+                raise ValueError(
+                    f"TreeClassifier: without labels there must be one tree for each of the "
+                    f"{len(tokens)} items, got z {tuple(z.shape)}. Use an estimator of one sample."
+                )
+            return classify(z, torch.arange(len(tokens), device=tokens.device))
         return estimator.loss(
             structure, lambda z, items: self._loss(classify(z, items), labels[items])
         )
@@ -211,6 +217,7 @@ class TreeClassifier(nn.Module):
         cell = self.encoder.encoder.cell if self.kind == "cky" else self.encoder.cell
         return TreeLSTM(cell.hidden_size, cell)(leaves, self._trees(leaves, lengths, trees))
 
+    @torch._disable_dynamo  # trees are built on the host
     @torch.no_grad()
     def _trees(self, leaves: Tensor, lengths: Tensor, trees: Trees | str | None) -> Trees:
         if isinstance(trees, Trees):

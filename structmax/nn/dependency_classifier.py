@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from structmax import checks
 from structmax.estimators import SparseExpectation
+from structmax.nn.child_sum import ChildSumTreeLSTM, dependency_levels
 from structmax.nn.latent_tree import GraphConvolution, LatentDependency
 from structmax.nn.leaf_lstm import LeafLSTM, zero_padding
 from structmax.sparse.result import SparseMAPResult
@@ -123,7 +125,7 @@ class DependencyClassifier(nn.Module):
             inside = torch.arange(words.shape[1], device=words.device) < lengths[:, None]
             return self._answer(torch.where(inside[..., None], inputs, -1.0).amax(1), labels)
         if heads is not None:
-            return self._answer(self._along(inputs, lengths, self._arcs_of(heads, lengths)), labels)
+            return self._answer(self._along_heads(inputs, lengths, heads), labels)
         structure = self._structure(inputs, lengths, estimator)
         relaxed = estimator is not None and estimator.objective == "L(E[z])"
 
@@ -203,11 +205,18 @@ class DependencyClassifier(nn.Module):
         weighted = each * found.probs[item, slot, None].to(each.dtype)
         return each.new_zeros(len(found.probs), each.shape[-1]).index_add(0, item, weighted).log()
 
-    def _arcs_of(self, heads: Tensor, lengths: Tensor) -> Tensor:
-        """z ``(B, n+1, n+1)`` of heads ``(B, n)``."""
+    def _along_heads(self, inputs: Tensor, lengths: Tensor, heads: Tensor) -> Tensor:
+        """The sentences ``(B, d)`` along heads ``(B, n)``."""
+        network = self.encoder.encoder
         at = torch.arange(heads.shape[1] + 1, device=heads.device)
-        z = (heads[:, None, :] == at[:, None]) & (at[1:] <= lengths[:, None])[:, None]
-        return nn.functional.pad(z, (1, 0)).float()
+        inside = at[1:] <= lengths[:, None]
+        if isinstance(network, ChildSumTreeLSTM):  # which looks at the heads
+            roots = ((heads == 0) & inside).sum(1, keepdim=True)
+            return network(inputs, heads, lengths) / roots
+        if heads.device.type == "cpu" and checks.can_look():  # elsewhere it makes a device wait
+            dependency_levels("DependencyClassifier", heads, lengths)
+        z = (heads[:, None, :] == at[:, None]) & inside[:, None]
+        return self._along(inputs, lengths, nn.functional.pad(z, (1, 0)).to(inputs.dtype))
 
     def _logits(self, states: Tensor) -> Tensor:
         return self.head(self.dropout(states))

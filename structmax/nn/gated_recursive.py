@@ -49,11 +49,38 @@ class GatedRecursiveCell(nn.Module):
         rows ``(m, 2)`` of what is above them. The same as one call for each level, at a fraction
         of the overhead; it has no second derivative, and no dropout."""
         weights = (self.inner.weight, self.inner.bias, self.outer.weight, self.outer.bias)
+        leaves = leaves.to(self.inner.weight.dtype)  # autocast may have made them narrower
         return _Levels.apply(leaves, pairs, self.norm.eps, *weights, *self.norm.parameters())
+
+    @property
+    def can_compose_levels(self) -> bool:
+        """Whether ``compose_levels`` is what this module computes: not if a subclass, a hook or
+        another part has changed it, nor under the transformations of ``torch.func``."""
+        if type(self).forward is not GatedRecursiveCell.forward or "forward" in vars(self):
+            return False
+        kinds = {
+            "inner": nn.Linear,
+            "outer": nn.Linear,
+            "norm": nn.LayerNorm,
+            "dropout": nn.Dropout,
+        }
+        if any(type(getattr(self, name)) is not kind for name, kind in kinds.items()):
+            return False
+        parts = self.inner, self.outer, self.norm
+        if any(part.weight is None or part.bias is None for part in parts):
+            return False
+        if any(_is_hooked(module) for module in (self, *parts)):
+            return False
+        return not torch._C._are_functorch_transforms_active()
 
     def hidden(self, state: Tensor) -> Tensor:
         """The hidden vector of a state, ``(..., d)``."""
         return state
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    hooks = module._forward_hooks, module._forward_pre_hooks
+    return any(hooks) or bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 class _Levels(torch.autograd.Function):

@@ -94,11 +94,11 @@ class Rows:
 def compose(cell: Any, leaves: Tensor, pairs: list[Tensor]) -> Rows:
     """The leaves ``(count, s)`` and after them the subtrees of a plan, level by level.
 
-    A cell that can do all levels itself, in ``compose_levels``, is let do so.
+    A cell that ``can_compose_levels`` itself is let do so.
     """
     if not pairs:
         return Rows(leaves)
-    if hasattr(cell, "compose_levels"):
+    if getattr(cell, "can_compose_levels", False):
         return Rows(cell.compose_levels(leaves, pairs))
     pool, made = Pool(leaves), [leaves]
     for rows in pairs:

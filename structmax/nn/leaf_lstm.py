@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from structmax import checks
 
 
 class LeafLSTM(nn.Module):
@@ -25,15 +29,13 @@ class LeafLSTM(nn.Module):
             raise ValueError(f"LeafLSTM: output_size must be even, got {output_size}.")
         self.lstm = nn.LSTM(input_size, output_size // 2, batch_first=True, bidirectional=True)
 
-    def forward(self, leaves: Tensor, lengths: Tensor) -> Tensor:
+    def forward(self, leaves: Tensor, lengths: Tensor | Sequence[int]) -> Tensor:
         """``(B, n, output_size)``, zero in the padding, whatever stands there."""
-        packed = pack_padded_sequence(
-            zero_padding(leaves, lengths), lengths.cpu(), batch_first=True, enforce_sorted=False
-        )
-        out, _ = pad_packed_sequence(
-            self.lstm(packed)[0], batch_first=True, total_length=leaves.shape[1]
-        )
-        return out
+        b, n, _ = leaves.shape
+        if not b:
+            return leaves.new_zeros(0, n, 2 * self.lstm.hidden_size)
+        packed = _pack("LeafLSTM", leaves, lengths)
+        return pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=n)[0]
 
 
 class SentenceLSTM(nn.Module):
@@ -48,12 +50,21 @@ class SentenceLSTM(nn.Module):
         super().__init__()
         self.lstm = nn.LSTM(input_size, hidden_size, layers, batch_first=True)
 
-    def forward(self, leaves: Tensor, lengths: Tensor) -> Tensor:
+    def forward(self, leaves: Tensor, lengths: Tensor | Sequence[int]) -> Tensor:
         """``(B, hidden_size)``"""
-        packed = pack_padded_sequence(
-            zero_padding(leaves, lengths), lengths.cpu(), batch_first=True, enforce_sorted=False
-        )
-        return self.lstm(packed)[1][0][-1]
+        if not len(leaves):
+            return leaves.new_zeros(0, self.lstm.hidden_size)
+        return self.lstm(_pack("SentenceLSTM", leaves, lengths))[1][0][-1]
+
+
+def _pack(owner: str, leaves: Tensor, lengths: Tensor | Sequence[int]) -> PackedSequence:
+    """Leaves ``(B, n, d)`` of lengths ``(B)``, as recurrent networks take them."""
+    lengths = checks.lengths(owner, lengths, leaves.device)
+    sizes = lengths.cpu()
+    if checks.can_look():
+        checks.values(owner, {}, sizes, leaves.shape[1])
+    inputs = zero_padding(leaves, lengths)
+    return pack_padded_sequence(inputs, sizes, batch_first=True, enforce_sorted=False)
 
 
 def zero_padding(x: Tensor, lengths: Tensor) -> Tensor:

@@ -42,7 +42,8 @@ class Levels:
         """Where each node's state stands among the inputs of its parent's level."""
         for nodes in self.inputs:
             self.place[nodes] = np.arange(len(nodes))
-        self._chunks = [np.unique(reader[nodes], return_counts=True) for nodes in self.nodes]
+        chunks = [np.unique(reader[nodes], return_counts=True) for nodes in self.nodes]
+        self._chunks = [(readers.tolist(), sizes.tolist()) for readers, sizes in chunks]
 
     def run(self, step: Callable[[int, Tensor | None], Tensor]) -> Tensor:
         """The states of the roots, for ``step(level, inputs)`` that makes those of a level.
@@ -52,7 +53,7 @@ class Levels:
         waiting: list[list[Tensor]] = [[] for _ in range(len(self.nodes) + 1)]
         for level, (readers, sizes) in enumerate(self._chunks):
             states = step(level, torch.cat(waiting[level]) if level else None)
-            for reader, chunk in zip(readers, states.split(sizes.tolist())):
+            for reader, chunk in zip(readers, states.split(sizes)):
                 waiting[reader].append(chunk)
             waiting[level] = []
         return torch.cat(waiting[-1])

@@ -26,6 +26,11 @@ def compare(states: Tensor) -> Tensor:
     >>> compare(torch.tensor([[1.0], [3.0]]))
     tensor([[1., 3., 2., 3.]])
     """
+    if len(states) % 2:
+        raise ValueError(
+            f"compare: rows 2i and 2i + 1 are a pair, so there must be an even number of rows, got "
+            f"{len(states)}. An estimator must give both sentences of a pair as many trees."
+        )
     u, v = states.unflatten(0, (-1, 2)).unbind(1)
     return torch.cat([u, v, (u - v).abs(), u * v], -1)
 

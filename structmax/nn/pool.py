@@ -15,7 +15,8 @@ class Pool:
     numbers, which are cheap to shift, pick and repeat, while the vectors stay in place: a step
     costs what it touches, forwards and backwards. Gradients flow through ``write`` and ``read``
     (once: there is no second derivative), and are gathered in a table of the same kind, since every
-    read comes after the writes before it.
+    read comes after the writes before it. Under the transformations of
+    ``torch.func``, which allow no such table, every write copies.
 
     Args:
         rows: ``(count, s)``, the first ones
@@ -31,6 +32,7 @@ class Pool:
 
     def __init__(self, rows: Tensor) -> None:
         self.size = 0
+        self._copy = rows[:0] if torch._C._are_functorch_transforms_active() else None
         self._table = _Table(torch.empty_like(rows, requires_grad=False))
         # each write makes a new token from the one before, and each read asks for the last: so
         # autograd knows that a write's gradient is complete when all later reads have sent theirs
@@ -40,18 +42,23 @@ class Pool:
     def write(self, rows: Tensor) -> Tensor:
         """Add rows ``(*m, s)``; their numbers ``(*m)``."""
         first, count = self.size, rows.shape[:-1].numel()
-        self._table.reserve(first, count)
         self.size += count
         flat = rows.reshape(count, rows.shape[-1])
-        if torch.is_grad_enabled():
-            self._token = _Write.apply(self._table, first, self._token, flat)
+        if self._copy is not None:
+            self._copy = torch.cat([self._copy, flat.to(self._copy.dtype)])
         else:
-            self._table.data[first : self.size] = flat
+            self._table.reserve(first, count)
+            if torch.is_grad_enabled():
+                self._token = _Write.apply(self._table, first, self._token, flat)
+            else:
+                self._table.data[first : self.size] = flat
         return torch.arange(first, self.size, device=rows.device).view(rows.shape[:-1])
 
     def read(self, index: Tensor) -> Tensor:
         """Rows ``(*m, s)`` of numbers ``(*m)``."""
-        if torch.is_grad_enabled():
+        if self._copy is not None:
+            flat = self._copy.index_select(0, index.reshape(-1))
+        elif torch.is_grad_enabled():
             flat = _Read.apply(self._table, index.reshape(-1), self._token)
         else:
             flat = self._table.data.index_select(0, index.reshape(-1))

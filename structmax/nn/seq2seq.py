@@ -37,11 +37,12 @@ class Seq2Seq(nn.Module):
     its end symbol, has no such bound, so that there is always something to attend to.
 
     Args:
-        source, target: sizes of the vocabularies; word 0 is padding
+        source, target: sizes of the vocabularies; word 0 is padding, word 1 any unknown one
         hidden_size: d, an even number
         map: of the scores of attention
         fertility: for csparsemax
-        start, end: numbers of the target's first and last symbol
+        start, end: numbers of the target's first and last symbol; ``translate`` writes neither
+            words 0 and 1 nor the start, so the end must be another one
         dropout: of words and of what is written
         map_options: as in :func:`structmax.nn.attend`
 
@@ -73,6 +74,11 @@ class Seq2Seq(nn.Module):
         elif map_options:
             raise ValueError(
                 f'Seq2Seq: map="{map}" takes no options, got {", ".join(map_options)}.'
+            )
+        if not 0 <= start < target or not 2 <= end < target or start == end:
+            raise ValueError(
+                f"Seq2Seq: start must be one of the {target} target words, and end another one "
+                f"after 0, padding, and 1, unknown words; got start={start}, end={end}."
             )
         self.map, self.fertility, self.map_options = map, fertility, map_options
         self.start, self.end = start, end
@@ -108,6 +114,8 @@ class Seq2Seq(nn.Module):
     @torch.no_grad()
     def translate(self, source: Tensor, lengths: Tensor, most: int) -> Translated:
         """The likeliest next word, one after the other, at most so many: greedy search."""
+        if most < 1:
+            raise ValueError(f"Seq2Seq.translate: most must be at least 1, got {most}.")
         memory = self._read(source, lengths)
         state = memory.state
         left = self._fertility(lengths, memory) if self.map == "csparsemax" else None
@@ -118,7 +126,8 @@ class Seq2Seq(nn.Module):
             hidden, state = self.decoder(self.target(word), state)
             context, weight, left = self._attend(hidden, memory, left)
             scores = self._scores(hidden, context)
-            scores[..., : self.start + 1] = -torch.inf  # padding, unknown words, the start
+            for never in (0, 1, self.start):  # padding, unknown words, the start
+                scores[..., never] = -torch.inf
             word = scores.argmax(-1)
             over = over | (word == self.end)
             word = word.where(~over, 0)

@@ -112,11 +112,10 @@ class TreeLSTM(nn.Module):
                 f"TreeLSTM: leaves are {tuple(leaves.shape[:2])} but there are {len(trees)} trees "
                 f"over up to {trees.longest} leaves."
             )
-        plan = BinaryPlan(trees)
-        rows = on(leaves.device, [*plan.children, *plan.nodes, plan.roots])
-        depth = len(plan.children)
-        children, made, roots = rows[:depth], rows[depth:-1], rows[-1]
         b, n, every = len(trees), trees.longest, []
+        if not b:
+            return leaves.new_zeros(0, *[2 * n - 1] * nodes, self.state_size)
+        levels, children, made, roots, at = _plan(trees, leaves.device)
         flat = leaves[:, :n].reshape(b * n, -1)
         inner = None if weights is None else weights[:, : n - 1].reshape(-1, 1)
 
@@ -130,13 +129,24 @@ class TreeLSTM(nn.Module):
             every.append(state)
             return state
 
-        root = plan.levels.run(step).index_select(0, roots)
+        root = levels.run(step).index_select(0, roots)
         if not nodes:
             return root
-        at = np.concatenate([plan.table[nodes] for nodes in plan.levels.nodes])
         table = root.new_zeros(b * (2 * n - 1), root.shape[1])
-        table = table.index_copy(0, torch.from_numpy(at).to(root.device), torch.cat(every))
-        return table.view(b, 2 * n - 1, -1)
+        return table.index_copy(0, at, torch.cat(every)).view(b, 2 * n - 1, -1)
+
+
+@torch._disable_dynamo  # a plan depends on the trees themselves
+def _plan(
+    trees: Trees, device: torch.device
+) -> tuple[Levels, list[Tensor], list[Tensor], Tensor, Tensor]:
+    """The levels, and what :class:`BinaryPlan` says of them on a device: the children, the nodes,
+    the roots, and the nodes of all levels in a table of all nodes."""
+    plan = BinaryPlan(trees)
+    at = np.concatenate([plan.table[nodes] for nodes in plan.levels.nodes])
+    *rows, roots, table = on(device, [*plan.children, *plan.nodes, plan.roots, at])
+    depth = len(plan.children)
+    return plan.levels, rows[:depth], rows[depth:], roots, table
 
 
 class BinaryPlan:

@@ -63,6 +63,8 @@ class WordEncoder(nn.Module):
 
     def forward(self, batch: Words) -> Tensor:
         """The words' states ``(B, n, output_size)``."""
+        if not batch.words.numel():
+            return self.words.weight.new_zeros(*batch.words.shape, self.output_size)
         _, (last, _) = self.spell(pack(self.dropout(self.chars(batch.chars)), batch.letters))
         spelt = last.transpose(0, 1).flatten(1)[batch.spelt]  # (B, n, 2·char_size)
         words = batch.words
