@@ -69,7 +69,8 @@ def train(out: Path, minutes: float, fresh: bool) -> int:
         reader.start()
     for reader in readers:
         reader.join()
-    return max(worker.wait() for worker in workers.values())
+    codes = [worker.wait() for worker in workers.values()]  # negative where a signal killed one
+    return next(filter(None, codes), 0)
 
 
 def echo(name: str, worker: Any) -> None:

@@ -137,6 +137,9 @@ def test_config_file(call, refused, tmp_path: Path) -> None:
     code, out, _ = call("train", "toy", "--config", path, "--out", tmp_path / "r", "--words", 5)
     assert code == 0 and json.loads(out)["steps"] == 2
     assert "words = 5" in (tmp_path / "r" / "config.toml").read_text()
+    path.write_text("steps = 1\n", encoding="utf-8-sig")
+    code, out, _ = call("train", "toy", "--config", path, "--out", tmp_path / "mark")
+    assert code == 0 and json.loads(out)["steps"] == 1
     path.write_text("step = 2\n")
     flags = ["train", "toy", "--config", path, "--out", tmp_path / "q"]
     refused(*flags, words=["c.toml", "'step'", "Did you mean 'steps'"])

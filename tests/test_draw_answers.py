@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from structmax.draw import answer_svg
+from structmax.draw import answer_svg, heat_svg
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,17 @@ from structmax.draw import answer_svg
 def test_answers_of_models(answer, texts):
     drawn = ET.fromstring(answer_svg(answer))
     assert texts <= {w.text for w in drawn.iter("{http://www.w3.org/2000/svg}text")}
+
+
+def test_cells_are_of_a_grid():
+    """The whole map is drawn, whatever is marked."""
+    for cells in ([], [[0, 1]]):
+        drawn = answer_svg({"cells": cells, "shape": [2, 3]})
+        assert drawn.count("<rect") == 6 and drawn.count('fill-opacity="0"') == 6 - len(cells)
+    ET.fromstring(answer_svg({"cells": []}))
+
+
+def test_numbers_in_cells():
+    drawn = ET.fromstring(heat_svg([[1.0, 0.999, 0.25]], numbers=True))
+    written = [w.text for w in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert written == ["1.00", "1.00", ".25"]

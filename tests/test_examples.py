@@ -32,6 +32,25 @@ def test_latent_category(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[s
         assert (tmp_path / "picture.png").exists()
 
 
+@pytest.mark.parametrize(("codes", "wanted"), [((0, 0), 0), ((-9, 0), -9), ((0, 143), 143)])
+def test_the_demo_tells_what_became_of_its_workers(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, codes: tuple[int, int], wanted: int
+) -> None:
+    pytest.importorskip("safetensors")
+    demo, left = load("listops_demo"), list(codes)
+
+    class Worker:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.stderr: list[str] = []
+
+        def wait(self) -> int:
+            return left.pop(0)
+
+    monkeypatch.setattr(demo.subprocess, "Popen", Worker)
+    monkeypatch.setattr(demo.signal, "signal", lambda *_: None)
+    assert demo.train(tmp_path, 1.0, fresh=True) == wanted
+
+
 @pytest.mark.slow
 def test_latent_category_is_found() -> None:
     example = load("latent_category")

@@ -303,3 +303,15 @@ def test_collate_pads():
     for row, length in zip(batch.tokens, batch.lengths):
         assert (row[:length] > 0).all() and (row[length:] == 0).all()
     assert batch.to("cpu").trees is batch.trees
+
+
+def test_trees_of_tensors_and_words() -> None:
+    """Of different lengths; and as many words as leaves."""
+    rows = [torch.tensor([0, 0, 1]), torch.tensor([0, 0, 1, 0, 1])]
+    trees = Trees.from_transitions(rows)
+    assert trees.lengths.tolist() == [2, 3]
+    assert (
+        trees.brackets(1, list("abc")) == "((a b) c)" and trees.brackets(0, list("ab")) == "(a b)"
+    )
+    with pytest.raises(ValueError, match="item 0 has 2 leaves, and there are 3 words"):
+        trees.brackets(0, list("abc"))

@@ -63,6 +63,9 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"latin\.txt:\d+: .*utf-8"):
         list(read_lines(tmp_path / "latin.txt"))
     assert [line for _, line in read_lines(tmp_path / "latin.txt", "latin-1")] == ["gut", "drü"]
+    for encoding in ("utf-9", "hex", "a\0b"):
+        with pytest.raises(ValueError, match=r"there is no encoding .*Try utf-8"):
+            list(read_lines(tmp_path / "latin.txt", encoding))
     whole = lzma.compress(b"some line\n" * 1000)
     (tmp_path / "cut.xz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"cut\.xz:\d+: "):
@@ -282,6 +285,8 @@ def test_glove(file) -> None:
     for line, wrong in [("b 1", "expected 2 numbers, got 1"), ("b x 2", "could not convert")]:
         with pytest.raises(ValueError, match=rf"w\.txt:2: {wrong}"):
             glove.read(file("w.txt", "a 1 2", line))
+    words, vectors = glove.read(file("fast.vec", "2 3", "a 1 2 3 ", "7 4 5 6 "))  # with a header
+    assert words == ["a", "7"] and vectors.tolist() == [[1, 2, 3], [4, 5, 6]]
 
 
 # -- time series ----------------------------------------------------------------------------------
@@ -411,6 +416,8 @@ def test_counts_of_the_corpora() -> None:
 
 def test_a_byte_order_mark_is_no_text(file) -> None:
     assert list(read_lines(file("a.txt", "\ufeffone"))) == [(1, "one")]
+    for encoding in ("UTF-8", "utf8", "u8"):
+        assert list(read_lines(file("a.txt", "\ufeffone"), encoding)) == [(1, "one")]
     (only,) = columns.read(file("b.txt", "\ufeff-DOCSTART- -X- O", "", "EU NNP B-ORG"))
     assert only.words == ["EU"]
 

@@ -117,13 +117,16 @@ def test_path_on_the_command_line(tmp_path: Folder, capsys: pytest.CaptureFixtur
     assert "line 2" in printed.err and "multiples of 8" in printed.err
     found = json.loads(printed.out)
     assert found["cells"][0] == [0, 0] and found["cells"][-1] == [5, 5]
-    assert found["text"].count("#") == len(found["cells"])
+    assert found["text"].count("#") == len(found["cells"]) and found["shape"] == [6, 6]
 
 
 def test_path_refuses() -> None:
     with pytest.raises(UserError, match="side"):
         PathConfig(side=1).check()
-    with pytest.raises(UserError, match="marginals does not work on"):
+    with pytest.raises(UserError, match="hidden_size must be at least 4, got 2"):
+        PathConfig(hidden_size=2).check()
+    Path().model(PathConfig(hidden_size=4))
+    with pytest.raises(UserError, match="marginals does not work on GridPath, which"):
         Path().model(PathConfig(estimator="marginals"))
     for line in ("nothing", "[[1, 2]]", "[[[1, 2, 3]], [[1, 2]]]"):
         with pytest.raises(ValueError, match="expected rows"):

@@ -14,7 +14,7 @@ pytest.importorskip("conllu")
 
 from structmax.cli import main
 from structmax.nn import SemanticGraph
-from structmax.train import Trainer
+from structmax.train import Trainer, UserError
 from structmax.train.metrics import read_log
 from structmax.train.tasks.semdep import SemDep, SemDepConfig, generate
 
@@ -131,6 +131,17 @@ def test_semdep_refuses(tmp_path: Path) -> None:
         SemanticGraph(5, "tree")
     with pytest.raises(ValueError, match="must be given"):
         SemanticGraph(5, "given", 4, 4)(torch.ones(1, 2).long(), torch.tensor([2]))
+    task = SemDep()
+    for estimator, words in [
+        ("reinforce", "reinforce estimates a loss and gives no z, .* These do: .*spigot"),
+        ("top-k-expectation:k=2", "gives no z"),
+        ("perturb-and-map:samples=2", "several z"),
+    ]:
+        config = SemDepConfig(estimator=estimator, examples=20)
+        task.data(config)
+        with pytest.raises(UserError, match=words):
+            task.model(config)
+    task.model(SemDepConfig(estimator="perturbed:samples=2"))  # their mean
     (tmp_path / "train.conllu").write_text("1\ta\t_\t_\t_\t_\t0\t_\t_\t_\n\n")
     with pytest.raises(ValueError, match="no tree or no graph"):
         SemDep().data(SemDepConfig(corpus=str(tmp_path)))

@@ -77,9 +77,8 @@ def test_latent_trees_learn(tmp_path: Path, estimator: str, composer: str) -> No
     ),
 )
 def test_other_trees_learn(tmp_path: Path, trees: str, composer: str) -> None:
-    estimator = "straight-through" if trees == "graph" else SSTConfig.estimator
     steps = 160 if trees == "flat" else SMALL["steps"]  # a tree of one level learns more slowly
-    result, curve = fit(tmp_path, trees=trees, composer=composer, estimator=estimator, steps=steps)
+    result, curve = fit(tmp_path, trees=trees, composer=composer, steps=steps)
     assert curve[-1] < 0.8 * curve[0]
     assert result["test"]["accuracy"] > 0.65
 
@@ -206,6 +205,12 @@ def test_trees_of_a_file(tmp_path: Path) -> None:
     rows.write_text(lines[0] + "\n[]\n")
     with pytest.raises(ValueError, match="jsonl:2: expected an object"):
         read.data(SSTConfig(trees="file", trees_file=str(rows)))
+    rows.write_text(lines[0] + '\n{"words": ["a", "b", "c"], "heads": [0, 3, 2]}\n')
+    with pytest.raises(ValueError, match=r"jsonl:2: heads must form no cycle, got \[0, 3, 2\]"):
+        read.data(SSTConfig(trees="file", trees_file=str(rows)))
+    path.write_text("".join(f"{i}\ta\t_\t_\t_\t_\t{3 - i}\t_\t_\t_\n" for i in (1, 2)))
+    with pytest.raises(ValueError, match=r"conllu: sentence 1: heads must form no cycle"):
+        read.data(SSTConfig(trees="file", trees_file=str(path)))
     write_trees(path, splits.train)
     with pytest.raises(ValueError, match="has no tree of a sentence"):
         read.data(SSTConfig(trees="file", trees_file=str(path)))
@@ -215,6 +220,11 @@ def test_trees_of_a_file(tmp_path: Path) -> None:
         SSTConfig(graphs="ud").check()
     with pytest.raises(UserError, match="needs --graphs"):
         SSTConfig(trees="graph", estimator="pipeline").check()
+
+
+def test_graphs_have_an_estimator(tmp_path: Path) -> None:
+    result, _ = fit(tmp_path, trees="graph", composer="gcn", steps=2, eval_every=2, examples=40)
+    assert 0 <= result["test"]["accuracy"] <= 1
 
 
 def test_sst_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,6 +262,14 @@ def test_sst_refuses() -> None:
     for options, words in [
         ({"estimator": "marginals"}, "Add --composer gcn"),
         ({"estimator": "nothing"}, "there is no estimator"),
+        *(
+            ({"trees": "graph", "composer": "gcn", "estimator": name}, "no z.* These do: .*spigot")
+            for name in ("reinforce", "top-k-expectation", "sparse-expectation:max_iter=10")
+        ),
+        (
+            {"trees": "graph", "composer": "gcn", "estimator": "imle:samples=2"},
+            "several z, and one is needed. Leave out samples",
+        ),
     ]:
         config = SSTConfig(**options)
         task.data(config)

@@ -135,6 +135,26 @@ def test_a_corpus_reads_as_it_was_written(tmp_path: Path, tags: str) -> None:
         Tag().data(TagConfig(tags=other, corpus=str(tmp_path / "corpus")))
 
 
+def test_testa_is_no_test_split(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    write_corpus(folder, "ner")
+    (folder / "x.testb").unlink()
+    with pytest.raises(FileNotFoundError, match="no columns named testb or test in"):
+        Tag().data(TagConfig(tags="ner", corpus=str(folder)))
+    (folder / "x.testa").rename(folder / "testament.valid")
+    (folder / "x.train").rename(folder / "testament.train")
+    (folder / "testament.test").write_text("a O\n")
+    splits = Tag().data(TagConfig(tags="ner", corpus=str(folder)))
+    assert [len(split) for split in splits] == [40, 100, 1]
+
+
+def test_an_unknown_encoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_corpus(tmp_path / "corpus", "ner")
+    flags = ["train", "tag", "--tags=ner", f"--corpus={tmp_path / 'corpus'}", "--encoding=utf-9"]
+    assert main([*flags, f"--out={tmp_path / 'run'}", "--device=cpu"]) == 2
+    assert "there is no encoding 'utf-9'. Try utf-8 or latin-1." in capsys.readouterr().err
+
+
 def test_tag_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_corpus(tmp_path / "corpus", "upos")
     (tmp_path / "vectors.txt").write_text("the 1 2\na 3 4\n")
@@ -282,6 +302,8 @@ def test_align_refuses(tmp_path: Path) -> None:
         ({"folds": 1}, "folds"),
         ({"gammas": "1,x"}, "gammas"),
         ({"gammas": "0"}, "gammas"),
+        ({"gammas": "1,nan"}, "finite gammas"),
+        ({"gammas": "1,inf"}, "finite gammas"),
     ]:
         with pytest.raises(UserError, match=words):
             AlignConfig(**options).check()

@@ -27,7 +27,7 @@ from structmax.train.distributed import Workers, choose_device
 from structmax.train.errors import as_user_error
 from structmax.train.metrics import GradientVariance, Log, read_log
 from structmax.train.progress import Progress
-from structmax.train.signals import Signals
+from structmax.train.signals import Signals, Stopped
 from structmax.train.tasks.toy import Toy, ToyConfig
 
 ROOT = Path(__file__).parent.parent
@@ -133,32 +133,87 @@ def test_a_run_keeps_its_data(tmp_path: Path) -> None:
     assert {name: kept[name] for name in allowed} == allowed and kept["steps"] == 14
 
 
+COPIED = {"sst": {"trees"}, "semdep": {"syntax"}, "explain": {"k"}, "parse": {"trees"}}
+"""What tasks copy into the facts of a run, or choose its data by."""
+
+
 def test_data_options_are_fixed() -> None:
     """Of every recipe with updates; the folder of data sets may move."""
     for name in set(tasks.names()) - {"align", "induce"}:
         options = {f.name: f.metadata["fixed"] for f in fields(tasks.by_name(name).config)}
-        of_data = {"seed", "corpus", "examples", "train_file", "vectors"} & options.keys()
+        of_data = {"seed", "corpus", "examples", "train_file", "vectors", "least_count"}
+        of_data = of_data & options.keys() | COPIED.get(name, set())
         assert all(options[key] for key in of_data), name
         assert not any(options.get(key) for key in ("data", "steps", "lr", "batch_size", "device"))
 
 
-def test_sigterm_saves(tmp_path: Path) -> None:
-    from structmax.train.signals import Stopped
+def told(folder: Path, step: int, **changes) -> pytest.ExceptionInfo[Stopped]:
+    """A run that gets SIGTERM during this update."""
 
     class Told(Trainer):
         def _update(self, examples):
-            if self.step == 6:
+            if self.step == step - 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             super()._update(examples)
 
-    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Stopped) as stopped:
-        Told(Toy(), config(save_every=100), tmp_path / "told", silent=True).fit()
+        Told(Toy(), config(**changes), folder, silent=True).fit()
+    return stopped
+
+
+def test_sigterm_saves(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    stopped = told(tmp_path / "told", 7, save_every=100)
     assert stopped.value.number == signal.SIGTERM and stopped.value.step == 7
     assert signal.getsignal(signal.SIGTERM) == before
     fit(tmp_path / "told", resume=True)
     fit(tmp_path / "whole")
     assert curve(tmp_path / "told") == curve(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("step", "changes"),
+    [
+        (5, {}),  # at a look
+        (12, {}),  # at the end
+        (12, {"eval_every": 200}),  # at the only look
+        (6, {"eval_every": 3, "patience": 1, "lr": 0.0}),  # at the look that ends the run
+    ],
+)
+@pytest.mark.parametrize("older", [False, True])
+def test_a_look_that_a_signal_put_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, changes: dict, older: bool
+) -> None:
+    """Stopped where a look is due: the resumed run takes it, and is the whole one, bit for bit.
+
+    So does one from a checkpoint of an older version, or killed after that look.
+    """
+    result = fit(tmp_path / "whole", **changes)
+    folder = tmp_path / "told"
+    told(folder, step, **changes)
+    if older:
+        tensors, state = checkpoint.load(folder / "last.safetensors")
+        del state["measured"]
+        checkpoint.save(folder / "last.safetensors", tensors, state)
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "_save", lambda self: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                fit(folder, resume=True, **changes)
+    again = fit(folder, resume=True, **changes)
+    assert curve(folder) == curve(tmp_path / "whole")
+    assert {**again, "minutes": 0} == {**result, "minutes": 0}
+    for name in ("last", "best"):
+        mine, state = checkpoint.load(tmp_path / "whole" / f"{name}.safetensors")
+        theirs, other = checkpoint.load(folder / f"{name}.safetensors")
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine | theirs)
+        assert {**state, "seconds": 0} == {**other, "seconds": 0}
+
+
+def test_fewer_steps_than_were_made(tmp_path: Path) -> None:
+    """Stopped before the first look, and resumed to end where it is."""
+    told(tmp_path, 4, eval_every=200)
+    assert fit(tmp_path, resume=True, eval_every=200, steps=2)["best_step"] == 4
 
 
 # -- many workers --------------------------------------------------------------------------------
@@ -624,7 +679,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "a").mkdir()  # in the place of the file
     with pytest.raises(UserError, match=r"cannot write .*a: .*; what was there before is unharmed"):
         checkpoint.write_atomic(tmp_path / "a", b"")
-    log = Log(tmp_path, 0)
+    log = Log(tmp_path, 0, 0)
     log.path = tmp_path
     with pytest.raises(UserError, match=r"cannot write .*directory"):
         log.write(1, "train", {})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import lzma
 import os
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 LONGEST_LINE = 1 << 24  # characters
 MOST_TIMES = 500  # what a compressed file may grow by; text grows by less than ten
 SMALL = 1 << 26  # bytes that a file may always grow to
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def data_folder(given: str | Path | None = None) -> Path:
@@ -56,7 +59,7 @@ def read_lines(path: str | Path, encoding: str = "utf-8") -> Iterator[tuple[int,
     """
     path, number, size = Path(path), 0, 0
     compressed = path.suffix == ".xz"
-    encoding = "utf-8-sig" if encoding == "utf-8" else encoding
+    encoding = "utf-8-sig" if _codec(encoding) == "utf-8" else encoding
     most = SMALL + MOST_TIMES * path.stat().st_size if compressed else None
     with (lzma.open if compressed else open)(path, "rt", encoding=encoding, newline="\n") as lines:
         try:
@@ -73,6 +76,15 @@ def read_lines(path: str | Path, encoding: str = "utf-8") -> Iterator[tuple[int,
             raise fault(path, number + 1, "there is not enough memory to decompress it") from None
 
 
+def _codec(encoding: str) -> str:
+    """The name of an encoding, of the many that it may have."""
+    try:
+        "".encode(encoding)  # not all that Python knows are of text
+        return codecs.lookup(encoding).name
+    except (LookupError, ValueError):
+        raise ValueError(f"there is no encoding {encoding!r}. Try utf-8 or latin-1.") from None
+
+
 def read_objects(path: str | Path, *names: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """The lines of a file of JSON objects, numbered from 1, each of which has these names."""
     for number, line in read_lines(path):
@@ -80,10 +92,21 @@ def read_objects(path: str | Path, *names: str) -> Iterator[tuple[int, dict[str,
             row = json.loads(line)
         except (ValueError, RecursionError) as error:  # also numbers too long, nested too deep
             raise fault(path, number, f"not JSON: {error}") from None
+        if _SURROGATE.search(line) and not _is_text(row):
+            raise fault(path, number, "half of a surrogate pair is no character")
         if not isinstance(row, dict) or not row.keys() >= set(names):
             listed = f"{', '.join(names[:-1])} and {names[-1]}"
             raise fault(path, number, f"expected an object with {listed}")
         yield number, row
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a file can hold what JSON said."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        return False
+    return True
 
 
 def fault(path: str | Path, number: int, message: str) -> ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from structmax.data.folder import fault, read_lines
 def read(path: str | Path, words: Container[str] | None = None) -> tuple[list[str], np.ndarray]:
     """The words of a file, possibly compressed (``.xz``), and their vectors ``(k, d)`` in float32.
 
-    A line has a word and its numbers, separated by spaces. A malformed line raises ``ValueError``
+    A line has a word and its numbers, separated by spaces. A first line of two whole numbers, as in
+    files of word2vec and fastText, is a header and left out. A malformed line raises ``ValueError``
     with the file, the line's number and what is wrong with it.
 
     Args:
@@ -23,6 +25,8 @@ def read(path: str | Path, words: Container[str] | None = None) -> tuple[list[st
     vectors: list[np.ndarray] = []
     size = 0
     for number, line in read_lines(path):
+        if number == 1 and re.fullmatch(r"[0-9]+ [0-9]+ ?", line):  # a header: how many, and d
+            continue
         word, _, rest = line.partition(" ")
         if not size:
             size = len(rest.split())

@@ -102,6 +102,10 @@ def array(given: Any) -> np.ndarray:
 
 def _integers(given: Any, lengths: Any, length_of: Callable[[Any], Any]) -> Forms:
     """Steps ``(B, steps)`` padded with −1, and lengths, from integers, lists or one-hot rows."""
+    if isinstance(given, list | tuple) and len({len(row) for row in given}) > 1:
+        given = [
+            row.tolist() if isinstance(row, Tensor) and row.dim() == 1 else row for row in given
+        ]
     if isinstance(given, list | tuple) and not any(isinstance(row, Tensor) for row in given):
         sizes = np.array([len(row) for row in given], np.int64)
         steps = np.full((len(given), int(sizes.max(initial=0))), -1)

@@ -52,10 +52,19 @@ def is_tree(heads: Sequence[int]) -> bool:
     >>> is_tree([2, 0, 2]), is_tree([0, 0]), is_tree([0, 3, 2])
     (True, False, False)
     """
+    return list(heads).count(0) == 1 and not has_cycle(heads)
+
+
+def has_cycle(heads: Sequence[int]) -> bool:
+    """Whether some words are not below the root.
+
+    >>> has_cycle([0, 0]), has_cycle([0, 3, 2])
+    (False, True)
+    """
     above = np.array([0, *heads])
     for _ in range(len(heads).bit_length()):  # ancestors, twice as far each time
         above = above[above]
-    return list(heads).count(0) == 1 and not above.any()
+    return bool(above.any())
 
 
 def is_projective(heads: Sequence[int]) -> bool:

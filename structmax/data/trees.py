@@ -179,6 +179,11 @@ class Trees:
     def brackets(self, item: int, words: Sequence[str] | None = None) -> str:
         """One tree in words, by default the numbers of its leaves."""
         n, length = self.longest, int(self.lengths[item])
+        if words is not None and len(words) != length:
+            raise ValueError(
+                f"Trees.brackets: item {item} has {length} leaves, and there are {len(words)} "
+                "words."
+            )
         text = [str(i) for i in range(n)] if words is None else [*words, *[""] * (n - len(words))]
         for left, right in self.children[item, : length - 1].tolist():
             text.append(f"({text[left]} {text[right]})")

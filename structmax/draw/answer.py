@@ -51,7 +51,8 @@ def answer_svg(answer: Mapping[str, Any]) -> Drawing | None:
         return heat_svg(answer["weights"], answer["hypothesis"], answer["premise"])
     if "cells" in answer:
         cells = {(i, j) for i, j in answer["cells"]}
-        height, width = (1 + max(side) for side in zip(*cells))
+        least = [1 + max(side) for side in zip(*cells)] or [0, 0]
+        height, width = answer.get("shape", least)
         grid = [[float((i, j) in cells) for j in range(width)] for i in range(height)]
         return heat_svg(grid)
     if "chosen" in answer:

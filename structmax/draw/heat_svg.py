@@ -39,7 +39,8 @@ def heat_svg(
                 title=f"{names[0]}, {names[1]}: {p:.3f}",
             )  # fmt: skip
             if numbers and p >= FAINT:
-                canvas.text((j + 0.5) * CELL, (i + 0.5) * CELL + 4, f"{p:.2f}"[-3:], size=10)
+                text = f"{p:.2f}".removeprefix("0")
+                canvas.text((j + 0.5) * CELL, (i + 0.5) * CELL + 4, text, size=10)
     if path:
         middles = [((j + 0.5) * CELL, (i + 0.5) * CELL) for i, j in path]
         if len(middles) > 1:

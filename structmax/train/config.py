@@ -24,7 +24,7 @@ from structmax.train.errors import UserError, near
 def option(default: Any, help: str, fixed: bool = False) -> Any:
     """A field of a configuration, with the help text of its flag.
 
-    ``fixed``: what the data are, which a run keeps when it is resumed.
+    ``fixed``: what the data are, and the facts about them, which a run keeps when it is resumed.
 
     >>> @dataclass
     ... class Config(TrainConfig):
@@ -141,7 +141,7 @@ def _converted(name: str, value: Any, wanted: Any, source: str) -> Any:
 def read_toml(path: Path) -> dict[str, Any]:
     """The names and values of a TOML file."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"there is no file {path}.") from None
     except OSError as error:

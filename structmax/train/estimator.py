@@ -12,8 +12,10 @@ from structmax.structures.base import Structure
 from structmax.train.errors import UserError, near
 
 
-def estimator_of(text: str, structure: Structure | None = None) -> Estimator:
+def estimator_of(text: str, structure: Structure | None = None, one_z: bool = False) -> Estimator:
     """The estimator ``name`` or ``name:option=value,option=value``, checked against a structure.
+
+    ``one_z``: it must give a z, and one for each item.
 
     >>> estimator_of("top-k-expectation:k=5")
     TopKExpectation(k=5, distinct=False)
@@ -41,13 +43,20 @@ def estimator_of(text: str, structure: Structure | None = None) -> Estimator:
         made = estimators.by_name(name, **options)
     except (TypeError, ValueError) as error:
         raise UserError(f"estimator {name}: {' '.join(str(error).split())}") from error
-    if structure is not None and not made.applies_to(structure):
-        fitting = [name for name, kind in estimators.NAMES.items() if kind().applies_to(structure)]
-        raise UserError(
-            f"estimator {name} does not work on {type(structure).__name__}, which lacks a query "
-            f"that it needs. These do: {', '.join(fitting)}."
-        )
+    if not _fits(made, structure, one_z):
+        fitting = [n for n, kind in estimators.NAMES.items() if _fits(kind(), structure, one_z)]
+        wrong = "estimates a loss and gives no z, which is needed here"
+        if structure is not None and not made.applies_to(structure):
+            wrong = f"does not work on {structure._name}, which lacks a query that it needs"
+        raise UserError(f"estimator {name} {wrong}. These do: {', '.join(fitting)}.")
+    if one_z and getattr(made, "samples", 1) > 1 and not isinstance(made, estimators.Perturbed):
+        raise UserError(f"estimator {text} gives several z, and one is needed. Leave out samples.")
     return made
+
+
+def _fits(made: Estimator, structure: Structure | None, one_z: bool) -> bool:
+    gives_z = type(made).__call__ is not Estimator.__call__
+    return (gives_z or not one_z) and (structure is None or made.applies_to(structure))
 
 
 def _value(text: str) -> Any:

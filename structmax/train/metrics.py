@@ -118,12 +118,17 @@ class GradientVariance:
 class Log:
     """The lines of ``metrics.jsonl`` and, where TensorBoard is installed, its event files.
 
-    A resumed run drops what was written after its checkpoint, so that every step is there once.
+    A resumed run drops what was written after its checkpoint, so that every step is there once:
+    lines after its last step, and looks at the validation split after its last look.
     """
 
-    def __init__(self, folder: Path, last_step: int) -> None:
+    def __init__(self, folder: Path, last_step: int, last_look: int) -> None:
         self.path = folder / "metrics.jsonl"
-        kept = [line for line in read_log(folder) if line["step"] <= last_step]
+        kept = [
+            line
+            for line in read_log(folder)
+            if line["step"] <= (last_look if line.get("kind") == "valid" else last_step)
+        ]
         from structmax.train.checkpoint import write_atomic
 
         write_atomic(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
@@ -165,3 +170,9 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
             break
         found.append(one)
     return found
+
+
+def last_look(folder: Path, last_step: int) -> int:
+    """The last step up to this one at which the validation split was looked at; 0: none."""
+    steps = [line["step"] for line in read_log(folder) if line.get("kind") == "valid"]
+    return max((step for step in steps if step <= last_step), default=0)

@@ -22,12 +22,12 @@ from structmax.train.config import TrainConfig
 from structmax.train.distributed import Workers
 from structmax.train.errors import UserError, as_user_error, is_out_of_memory
 from structmax.train.measure import measure
-from structmax.train.metrics import GradientVariance, Log
+from structmax.train.metrics import GradientVariance, Log, last_look
 from structmax.train.progress import Progress
 from structmax.train.signals import Signals, Stopped
 from structmax.train.task import Splits, Task
 
-NUMBERS = ("step", "epoch", "position", "seconds", "best", "worse", "total", "count")
+NUMBERS = ("step", "epoch", "position", "seconds", "measured", "best", "worse", "total", "count")
 """What a checkpoint keeps of a trainer besides tensors and random states."""
 
 
@@ -111,6 +111,7 @@ class Trainer:
         self.optimizers = {name: self._optimizer(name) for name in self.groups}
         self.variance = {name: GradientVariance(group) for name, group in self.groups.items()}
         self.step = self.epoch = self.position = 0
+        self.measured = 0  # the step of the last look at the validation split
         self.seconds, self.best, self.worse = 0.0, -math.inf, 0
         self.total, self.count = 0.0, 0.0  # of the losses since the last line of metrics
         self.signals, self.stopping = Signals(), False
@@ -158,7 +159,7 @@ class Trainer:
             elif not self._done():  # else no update follows
                 run.write_options(self.folder, self.config)
             checkpoint.remove_remains(self.folder)
-            self.log = Log(self.folder, self.step)
+            self.log = Log(self.folder, self.step, self.measured)
         self.progress = Progress(self.task.name, silent or not self.workers.first)
 
     # -- the loop ---------------------------------------------------------------------------------
@@ -185,6 +186,10 @@ class Trainer:
         return self._result()
 
     def _loop(self) -> None:
+        due = self.step % self.config.eval_every == 0 or self._done()
+        if due and self.step > self.measured:  # a signal came before this look
+            self._measure()
+            self._save()
         done = self._done()
         rank, count = self.workers.rank, self.workers.count
         sizes = [self.task.size(example) for example in self.data.train]
@@ -324,6 +329,7 @@ class Trainer:
         # a model that is trained on something else first has no reason to get better at this
         first = self.step <= getattr(self.model, "pretrain", 0)
         self.worse = 0 if better or first else self.worse + 1
+        self.measured = self.step
         if better:
             self.best = values[self.task.metric]
         if self.workers.first:
@@ -385,6 +391,8 @@ class Trainer:
             for name, variance in self.variance.items():
                 sums = checkpoint.within(tensors, f"variance.{name}.")
                 variance.restore(sums, operator.index(state["seen"][name]))
+            if "measured" not in state:  # a checkpoint of an older version
+                state["measured"] = last_look(self.folder, state["step"])
             for name in NUMBERS:
                 wanted = type(getattr(self, name))
                 if type(state[name]) not in (wanted, int) or (wanted is int and state[name] < 0):

@@ -9,6 +9,7 @@ divergence of Blondel, Mensch & Vert, AISTATS 2021. No smoothing gives DTW and i
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -57,15 +58,15 @@ class AlignConfig(TrainConfig):
             if not used and getattr(self, f.name) != f.default:
                 raise UserError(f"align has no updates: {f.name} has no effect.")
         if self.folds < 2 or self.iterations < 1 or not self.choices():
-            raise UserError("align: folds ≥ 2, iterations ≥ 1 and some gammas > 0 are needed.")
+            raise UserError("align: folds ≥ 2, iterations ≥ 1 and finite gammas > 0 are needed.")
 
     def choices(self) -> list[float]:
-        """The γ to choose from; none where one of them is not a positive number."""
+        """The γ to choose from; none where one of them is not positive and finite."""
         try:
             found = [float(gamma) for gamma in self.gammas.split(",")]
         except ValueError:
             return []
-        return found if min(found) > 0 else []
+        return found if all(0 < gamma < math.inf for gamma in found) else []
 
 
 class Measure:

@@ -53,7 +53,7 @@ class ExplainConfig(TrainConfig):
         "", "File of word vectors, such as glove/glove6B100d_subset.txt.", fixed=True
     )
     frozen: bool = option(False, "Keep the words' vectors as they were given.")
-    k: int = option(10, "How many words are chosen; all of a shorter sentence.")
+    k: int = option(10, "How many words are chosen; all of a shorter sentence.", fixed=True)
     words: Literal["chosen", "all", "random"] = option("chosen", "What the reader sees.")
     estimator: str = option(
         "imle:lam=1000,noise=sum-of-gamma",

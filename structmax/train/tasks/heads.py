@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from structmax.data import conllu
+from structmax.data import conllu, treebank
 from structmax.data.folder import fault, read_objects
 from structmax.structures.dependency_tree import DependencyTree
+
+CYCLE = "heads must form no cycle"
 
 
 def flat(n: int) -> list[int]:
@@ -88,7 +90,11 @@ def read(path: Path) -> list[tuple[list[str], list[int | None]]]:
     A malformed line raises ``ValueError`` with the file, the line's number and what is wrong.
     """
     if ".jsonl" not in path.suffixes:
-        return [(sentence.words, sentence.heads) for sentence in conllu.read(path)]
+        found = [(sentence.words, sentence.heads) for sentence in conllu.read(path)]
+        for number, (_, given) in enumerate(found, 1):
+            if _has_cycle(given):
+                raise ValueError(f"{path}: sentence {number}: {CYCLE}, got {given}.")
+        return found
     found = []
     for number, row in read_objects(path, "words", "heads"):
         words, given = row["words"], row["heads"]
@@ -98,5 +104,12 @@ def read(path: Path) -> list[tuple[list[str], list[int | None]]]:
         for head in given:
             if head is not None and not (type(head) is int and 0 <= head <= len(words)):
                 raise fault(path, number, f"a head must be one of 0 to {len(words)}, got {head!r}")
+        if _has_cycle(given):
+            raise fault(path, number, f"{CYCLE}, got {given}")
         found.append((words, given))
     return found
+
+
+def _has_cycle(heads: list[int | None]) -> bool:
+    known = [head for head in heads if head is not None]
+    return len(known) == len(heads) and treebank.has_cycle(known)

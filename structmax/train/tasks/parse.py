@@ -61,6 +61,7 @@ class ParseConfig(TrainConfig):
         "nonprojective",
         "What heads form, with one root. none: heads are independent of each other; random: a "
         "random tree, of which only labels are learned.",
+        fixed=True,  # a projective parser is trained on projective trees alone
     )
     loss: Literal["crf", "hinge", "sparsemap", "margin-sparsemap"] = option(
         "crf", "What trees are trained by; without trees, a softmax of each word's heads."
@@ -68,7 +69,7 @@ class ParseConfig(TrainConfig):
     max_iter: int = option(100, "Most steps of SparseMAP for a sentence, in training.")
     support: bool = option(False, "Also count the trees of SparseMAP for each sentence.")
     examples: int = option(300, "Training sentences to generate.", fixed=True)
-    least_count: int = option(2, "Words seen less often have no vector of their own.")
+    least_count: int = option(2, "Words seen less often have no vector of their own.", fixed=True)
     word_size: int = option(100, "Size of the words' vectors.")
     char_size: int = option(50, "Size of the letters' vectors and states.")
     hidden_size: int = option(400, "Size of the words' states, in each direction.")

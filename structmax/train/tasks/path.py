@@ -66,6 +66,8 @@ class PathConfig(TrainConfig):
         super().check()
         if self.side < 2:
             raise UserError(f"side must be at least 2, got {self.side}.")
+        if self.hidden_size < 4:
+            raise UserError(f"hidden_size must be at least 4, got {self.hidden_size}.")
 
 
 class Batch(NamedTuple):
@@ -210,7 +212,7 @@ class Path(Task):
             (z,) = model.found(Batch(one, nothing, nothing)).cpu()
             cells = z.nonzero().tolist()
             rows = ["".join("#" if cell else "." for cell in row) for row in z.tolist()]
-            yield {"cells": cells, "text": "\n".join(rows)}
+            yield {"cells": cells, "shape": side, "text": "\n".join(rows)}
 
 
 def read_picture(line: str) -> NDArray[np.uint8]:

@@ -47,7 +47,9 @@ class SemDepConfig(TrainConfig):
         "", "File of word vectors, such as glove/glove6B100d_subset.txt.", fixed=True
     )
     syntax: Literal["latent", "pipeline", "multi-task", "gold", "random", "none"] = option(
-        "latent", "What the tree is for; see structmax.nn.SemanticGraph. gold, random: given ones."
+        "latent",
+        "What the tree is for; see structmax.nn.SemanticGraph. gold, random: given ones.",
+        fixed=True,
     )
     estimator: str = option(
         "spigot", "How a latent tree is trained: NAME or NAME:OPTION=VALUE,…; it must give a z."
@@ -118,7 +120,7 @@ class SemDep(Task):
         model.pretrain = config.pretrain if syntax in ("latent", "pipeline") else 0
         if syntax == "latent":
             tree = model.tree(torch.ones(1, 2, dtype=torch.int64), torch.tensor([2]))
-            model.estimator = estimator_of(config.estimator, tree)
+            model.estimator = estimator_of(config.estimator, tree, one_z=True)
         return model
 
     def size(self, example: Any) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from structmax.data import find_data, parallel, summaries
 from structmax.data.parallel import Pair
+from structmax.data.words import split_lines
 from structmax.losses.entmax_loss import entmax_loss
 from structmax.nn.seq2seq import Seq2Seq
 from structmax.train.batches import move
@@ -68,7 +69,7 @@ class Seq2SeqConfig(TrainConfig):
         "softmax", "What next words are trained by: cross-entropy, or the loss of 1.5-entmax."
     )
     examples: int = option(600, "Training pairs to generate.", fixed=True)
-    least_count: int = option(2, "Words seen less often in training are unknown.")
+    least_count: int = option(2, "Words seen less often in training are unknown.", fixed=True)
     most_words: int = option(100, "Take only so many words of a document to summarize.", fixed=True)
     hidden_size: int = option(512, "Size of the vectors and states.")
     dropout: float = option(0.4, "Probability of dropout of words and before the output.")
@@ -184,21 +185,16 @@ class Translation(Task):
 
     def predict(self, model: Any, lines: Sequence[str]) -> Iterator[dict[str, Any]]:
         device = next(model.parameters()).device
-        for start in range(0, len(lines), 64):
-            rows = [line.split() for line in lines[start : start + 64]]
-            good = rows.index([]) if [] in rows else len(rows)  # told after those before it
-            if good:
-                batch = move(self.collate([Pair(words, []) for words in rows[:good]]), device)
-                found, weights = self._translate(model, batch)
-                for source, words, weight in zip(rows, found, weights.tolist()):
-                    attention = [
-                        {str(i): round(p, 4) for i, p in enumerate(row[: len(source) + 1]) if p > 0}
-                        for row in weight[: len(words)]
-                    ]
-                    text = " ".join(words)
-                    yield {"source": source, "words": words, "attention": attention, "text": text}
-            if good < len(rows):
-                raise ValueError("expected words between spaces, got an empty line.")
+        for rows in split_lines(lines):
+            batch = move(self.collate([Pair(words, []) for words in rows]), device)
+            found, weights = self._translate(model, batch)
+            for source, words, weight in zip(rows, found, weights.tolist()):
+                attention = [
+                    {str(i): round(p, 4) for i, p in enumerate(row[: len(source) + 1]) if p > 0}
+                    for row in weight[: len(words)]
+                ]
+                text = " ".join(words)
+                yield {"source": source, "words": words, "attention": attention, "text": text}
 
 
 # -- data -----------------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ class SSTConfig(TrainConfig):
         option(
             "latent",
             "Where trees come from; graph: any number of heads, latent too; none: a BiLSTM.",
+            fixed=True,
         )
     )
     trees_file: str = option(
@@ -61,9 +62,10 @@ class SSTConfig(TrainConfig):
         fixed=True,
     )
     estimator: str = option(
-        "sparse-expectation:max_iter=10",
+        "",
         "How latent trees are trained: NAME or NAME:OPTION=VALUE,OPTION=VALUE; pipeline: no "
-        "further than on --graphs.",
+        "further than on --graphs. None: sparse-expectation:max_iter=10, or of graphs, which need "
+        "a z, straight-through.",
     )
     graphs: str = option(
         "",
@@ -153,7 +155,9 @@ class SST(Task):
             model.register_buffer("updates", torch.zeros((), dtype=torch.int64))
         if kind in ("latent", "graph") and config.estimator != "pipeline":
             structure = model.structure(torch.ones(1, 2, dtype=torch.int64), torch.tensor([2]))
-            model.estimator = estimator_of(config.estimator, structure)
+            usual = "straight-through" if kind == "graph" else "sparse-expectation:max_iter=10"
+            chosen = config.estimator or usual
+            model.estimator = estimator_of(chosen, structure, one_z=kind == "graph")
             relaxed = model.estimator.objective == "L(E[z])"
             if kind == "latent" and relaxed and config.composer == "child-sum":
                 raise UserError(

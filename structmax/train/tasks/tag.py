@@ -69,7 +69,7 @@ class TagConfig(TrainConfig):
         "learned", "Of the chain. none: tags are independent of each other; random: kept as drawn."
     )
     examples: int = option(300, "Training sentences to generate.", fixed=True)
-    least_count: int = option(2, "Words seen less often have no vector of their own.")
+    least_count: int = option(2, "Words seen less often have no vector of their own.", fixed=True)
     word_size: int = option(100, "Size of the words' vectors.")
     char_size: int = option(50, "Size of the characters' vectors and states.")
     hidden_size: int = option(200, "Size of the words' states, in each direction.")
@@ -234,7 +234,8 @@ def read(config: TagConfig) -> Splits:
     def split(*names: str) -> list[Tagged]:
         for name in names:
             for path in files:
-                if name in path.name:
+                # "testa" is for validation, no "test"
+                if name in (path.name if name == "testa" else path.name.replace("testa", "")):
                     return sentences(path)
         kind = "columns" if spans else ".conllu files"
         raise FileNotFoundError(f"there are no {kind} named {' or '.join(names)} in {folder}.")
