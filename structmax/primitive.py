@@ -350,7 +350,8 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g_value: Tensor | None, *g_mu: Tensor | None) -> tuple[Any, ...]:
         primitive = Primitive.by_name[ctx.name]
-        tensors, mu = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        saved = ctx.saved_tensors  # once: a checkpoint gives them out once
+        tensors, mu = saved[: ctx.count], saved[ctx.count :]
         scores, constants = _split(ctx.name, tensors)
         out: list[Tensor | None] = [None] * len(scores)
         if g_value is not None:
@@ -380,7 +381,8 @@ class _GradientBothModes(_Gradient):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
         primitive = Primitive.by_name[ctx.name]
-        tensors, mu = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        saved = ctx.saved_tensors  # once: a checkpoint gives them out once
+        tensors, mu = saved[: ctx.count], saved[ctx.count :]
         scores, constants = _split(ctx.name, tensors)
         given = tangents[3 : 3 + len(scores)]
         v = [torch.zeros_like(s) if t is None else t for s, t in zip(scores, given, strict=True)]

@@ -355,3 +355,13 @@ def test_a_gradient_of_zero_has_no_bias() -> None:
     assert sparse["bias"] == sparse["variance"] == sparse["error"] == 0
     assert math.isnan(sparse["cosine"])
     assert soft["bias"] < 1e-9 and soft["cosine"] == pytest.approx(1.0)
+
+
+def test_the_reference_of_the_k_best_is_of_the_same_k() -> None:
+    """With ties at rank k; and of different trees."""
+    scores = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    cost = torch.tensor([0.0, 1.0, 3.0, 9.0], dtype=torch.float64)
+    found = Objectives(sx.Choice(scores), [scores], lambda z: z @ cost)
+    estimator = sx.estimators.TopKExpectation(2)
+    (mine,) = torch.autograd.grad(estimator.loss(sx.Choice(scores), lambda z: z @ cost), scores)
+    torch.testing.assert_close(found.of(estimator).gradient, mine)

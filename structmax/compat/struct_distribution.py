@@ -59,12 +59,23 @@ class StructDistribution(Distribution):
         """Keeps the structure of given tensors if nobody can ask for their gradients: otherwise
         each query has a graph of its own, so that each can be gone through backward."""
         given = [given] if isinstance(given, Tensor) else given
-        self._kept = None if any(t.requires_grad for t in given) else structure
+        self._given, self._kept = given, (structure, self._state(given))
+
+    @staticmethod
+    def _state(given: Sequence[Tensor]) -> list[int] | None:
+        """Of what nobody has changed; None where gradients can be asked for."""
+        if any(t.requires_grad for t in given):
+            return None
+        return [t._version if not t.is_inference() else 0 for t in given]
 
     @property
     def structure(self) -> Any:
         """The structure that answers."""
-        return self._structure(self.log_potentials) if self._kept is None else self._kept
+        return self._still_kept() or self._structure(self.log_potentials)
+
+    def _still_kept(self) -> Structure | None:
+        structure, state = self._kept
+        return structure if state is not None and state == self._state(self._given) else None
 
     @abstractmethod
     def _structure(self, potentials: Any) -> Structure:

@@ -144,7 +144,7 @@ class HMM(LinearChainCRF):
     @property
     def structure(self) -> Any:
         """The structure that answers."""
-        return self._model() if self._kept is None else self._kept
+        return self._still_kept() or self._model()
 
     @property
     def log_potentials(self) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from structmax import checks
 from structmax.estimators.base import Estimator, call_cost, refuse_nothing
 from structmax.structures.base import Structure
 
@@ -38,6 +39,13 @@ class ExactExpectation(Estimator):
         log_prob = torch.where(exists, structure.log_prob(z), -torch.inf)
         refuse_nothing(self, structure, log_prob.amax(0))
         p = log_prob.exp()
+        total = p.detach().sum(0)
+        if checks.can_look() and bool((total > 1.01).any()):
+            raise ValueError(
+                f"ExactExpectation: the probabilities of all structures sum to {total.max():.3f}: "
+                "several derivations have the same z, and without Shannon smoothing one cannot "
+                "tell them apart. Give their parts numbers of their own."
+            )
         loss = weighted_sum(p, call_cost(cost, z, structure, where=p > 0))
         return torch.where((p > 0).any(0), loss, torch.nan)  # an item that nobody looked at
 

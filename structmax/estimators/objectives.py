@@ -29,6 +29,7 @@ from structmax.estimators import noise
 from structmax.estimators.base import Estimator, call_cost, wide
 from structmax.estimators.exact_expectation import every_structure, weighted_sum
 from structmax.estimators.noisy_table import CHUNKS, NoisyTable, generator_for
+from structmax.estimators.top_k_expectation import k_best
 from structmax.structures.base import IntractableError, Structure
 from structmax.structures.choice import Choice
 from structmax.structures.grid_path import FreeGridPath
@@ -39,7 +40,7 @@ EXPECTED_COST, COST_OF_MEAN, NONE = "E[L(z)]", "L(E[z])", "L(argmax)"
 OPTIONS: dict[str, tuple[str, ...]] = {
     "own": (),
     "sparsemap": ("options",),
-    "top-k": ("k",),
+    "top-k": ("k", "distinct"),
     "perturbed": ("noise", "sigma"),
     "noisy": ("noise",),
 }
@@ -136,10 +137,13 @@ class Objectives:
         return self.z, torch.where(self.exists, log_prob, -torch.inf).exp()
 
     def _top_k(self, estimator: Any) -> tuple[Tensor, Tensor]:
-        scores = self._scores()
-        least = scores.detach().topk(min(estimator.k, len(scores)), 0).values[-1]
-        scores = torch.where(scores >= least, scores / self.structure.temperature, -torch.inf)
-        return self.z, scores.softmax(0)
+        with torch.no_grad():
+            best = k_best(self.structure, estimator.k, estimator.distinct)
+        at = len(self.structure.batch_shape)
+        z, exists = best.structures.movedim(at, 0), best.exists.movedim(-1, 0)
+        z = torch.where(wide(exists, self.structure), z, z[:1])  # past the last, one of them
+        scores = self.structure.score(z) / self.structure.temperature
+        return z, torch.where(exists, scores, -torch.inf).softmax(0)
 
     def _sparsemap(self, estimator: Any) -> tuple[Tensor, Tensor]:
         options, at = getattr(estimator, "options", {}), len(self.structure.batch_shape)

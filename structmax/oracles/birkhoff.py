@@ -93,20 +93,21 @@ def sinkhorn(
     def off(p: Tensor) -> Tensor:
         return (b - p.sum(-2)).abs().amax(-1)
 
+    fixed = theta.detach()  # no_grad lets tangents of forward mode pass
     with torch.no_grad():
         # the slope is singular along the shifts of all columns that hang together, which change
         # nothing and may be fixed at will
-        mask = (theta > -math.inf).double()
+        mask = (fixed > -math.inf).double()
         one = torch.eye(b.shape[-1], dtype=b.dtype, device=b.device)
         joined = one + mask.mT @ mask
         for _ in range(b.shape[-1].bit_length()):
             joined = (joined @ joined > 0).double()
         regular = joined + RIDGE * one
-        known = torch.where(mask > 0, theta, 0.0).flatten(1)
+        known = torch.where(mask > 0, fixed, 0.0).flatten(1)
         warmth = (known.amax(-1) - known.amin(-1)).clamp(min=temperature)[:, None]
         g = torch.zeros_like(b)
         for _ in range(iterations):
-            x = theta / warmth[:, :, None]
+            x = fixed / warmth[:, :, None]
             f = log_a - _log_sum(x + g[:, None, :], -1)
             g = log_b - _log_sum(x + f[:, :, None], -2)
             p = scaled(x, g)
@@ -131,7 +132,8 @@ def _others(x: Tensor, dim: int) -> Tensor:
     none = torch.full_like(x[..., :1], NEVER)
     before = torch.cat([none, x.logcumsumexp(-1)[..., :-1]], -1)
     after = torch.cat([none, x.flip(-1).logcumsumexp(-1)[..., :-1]], -1).flip(-1)
-    return torch.logaddexp(before, after).movedim(-1, dim)
+    # not logaddexp, whose second derivative is wrong where one of them is NEVER
+    return torch.stack([before, after]).logsumexp(0).movedim(-1, dim)
 
 
 def bethe(

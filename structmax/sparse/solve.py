@@ -100,12 +100,12 @@ class _Objective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, again: Any, value: Tensor, count: int, *tensors: Tensor) -> Tensor:
         ctx.again, ctx.count = again, count
-        ctx.save_for_backward(*tensors[:count])
+        ctx.save_for_backward(*tensors)  # the parts too, since again() reads them
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        means = ctx.saved_tensors
+        means = ctx.saved_tensors[: ctx.count]
         if torch.is_grad_enabled():
             found = ctx.again()
             means = found.marginals, *found.additional

@@ -20,7 +20,7 @@ from torch.distributions import Distribution
 from torch.distributions.kl import register_kl
 
 from structmax import checks
-from structmax.smoothing import ALPHAS, TSALLIS, Shannon, Smoothing
+from structmax.smoothing import ALPHAS, TSALLIS, Shannon, Smoothing, from_code
 
 if TYPE_CHECKING:
     from structmax.draw.svg import Drawing
@@ -135,6 +135,8 @@ class Structure(Distribution):
                 f"{self._name}: smoothing must be one of sx.Hard, sx.Shannon, sx.Gini, sx.Tsallis, "
                 f"got {smoothing!r}."
             )
+        if torch.compiler.is_compiling():  # numbers of an Ω from outside may be symbolic
+            self.smoothing = from_code([float(number) for number in self.smoothing.code])
         kind, _, alpha = self.smoothing.code
         if kind == TSALLIS and not ALPHAS[0] <= alpha <= ALPHAS[1]:
             raise ValueError(

@@ -24,8 +24,8 @@ class Hyperpath(DynamicStructure):
 
     z counts how often each part is used. Queries are over derivations: if two derivations use the
     same parts (the forest is ambiguous), ``log_prob``, ``topk`` and ``enumerate_support`` speak of
-    single derivations, and the probability of z is the sum over its derivations. ``variance`` is
-    right for parts that no derivation uses twice.
+    single derivations, and the probability of z is the sum over its derivations. ``variance``
+    and ``mbr`` are right for parts that no derivation uses twice.
 
     Args:
         forest: the topology
@@ -122,18 +122,21 @@ class Hyperpath(DynamicStructure):
         return z
 
     def _edge_use(self, z: Tensor) -> Tensor:
-        use, found, _ = self._search(z)
-        self._refuse(~found, z)
+        use, found, complete = self._search(z)
+        self._refuse(~found & complete, z)
+        hint = "was not found among the 512 likeliest derivations within its parts. Use Shannon "
+        hint += "smoothing, or give parts that are used in many places numbers of their own"
+        self._refuse(~found, z, hint)
         return use
 
-    def _refuse(self, wrong: Tensor, z: Tensor) -> None:
-        """An error where counts are those of no derivation."""
+    def _refuse(self, wrong: Tensor, z: Tensor, what: str = "is not a derivation") -> None:
+        """An error where a derivation is wanted and there is none."""
         if bool(wrong.any()):
             flat = int(wrong.nonzero()[0])
             item = tuple(int(i) for i in np.unravel_index(flat, z.shape[:-1] or (1,)))
             where = list(item) if z.dim() > 1 else ""
             got = z.reshape(-1, z.shape[-1])[flat].tolist()
-            raise ValueError(f"Hyperpath: z{where} is not a derivation: its counts are {got}.")
+            raise ValueError(f"Hyperpath: z{where} {what}: its counts are {got}.")
 
     def _search(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The edges of a derivation with these counts, searched among those within its parts; of

@@ -45,7 +45,8 @@ class Incremental(Structure):
 
     ``log_prob`` and the state of every rollout are differentiable in the parameters of the policy
     and in the inputs. The last rollout is kept, graph included, until a backward pass goes through
-    it or a parameter changes: ``log_prob`` and ``rollout`` of structures that ``sample``, ``topk``,
+    it or a parameter or buffer changes, but not by ``.data``, of a policy that is a module and has
+    no other state: ``log_prob`` and ``rollout`` of structures that ``sample``, ``topk``,
     ``beam`` or ``greedy`` just returned cost nothing, unless those ran under ``torch.no_grad``.
     """
 
@@ -377,9 +378,10 @@ class Incremental(Structure):
         return log_prob
 
     def _stamp(self) -> Any:
-        """What a rollout depends on besides its actions."""
-        module = isinstance(self.policy, nn.Module)
-        tensors = [self.inputs, *(self.policy.parameters() if module else ())]  # type: ignore[attr-defined]
+        """What a rollout depends on besides its actions; of no module, nobody knows."""
+        if not isinstance(self.policy, nn.Module):
+            return object()
+        tensors = [self.inputs, *self.policy.parameters(), *self.policy.buffers()]
         return [(id(t), version(t)) for t in tensors], getattr(self.policy, "training", None)
 
     # -- given structures -------------------------------------------------------------------------

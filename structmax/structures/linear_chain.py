@@ -368,7 +368,8 @@ class LinearChain(LateLook, DynamicStructure):
         z = ((tags[..., None] == at) & self._inside()[..., None]).to(unary.dtype)
         if self._steps_given:
             return best, (z, z[..., :-1, :, None] * z[..., 1:, None, :])
-        return best, (z, (z[..., :-1, :].mT @ z[..., 1:, :]).unsqueeze(-3))
+        pairs = z[..., :-1, :].double().mT @ z[..., 1:, :].double()  # float32 may be autocast
+        return best, (z, pairs.to(z.dtype).unsqueeze(-3))
 
     def argmax_tags(self) -> Tensor:
         """The tags of ``argmax()`` as integers ``(*B, n)``, −1 in the padding, without one-hots.

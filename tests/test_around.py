@@ -1,0 +1,186 @@
+"""What users put around a structure: checkpoints, autocast, compilation, changes of its scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import structmax as sx
+from structmax.compat import torch_struct
+
+TRANSITION = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
+TAGS = torch.tensor([[0, 1, 2, 0, 1], [2, 2, 1, 0, 0]])
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "value": lambda x: sx.LinearChain(x, TRANSITION).log_partition(),
+    "marginals": lambda x: sx.LinearChain(x, TRANSITION).marginals().pow(2),
+    "crf": lambda x: sx.losses.crf(sx.LinearChain(x, TRANSITION), TAGS),
+    "binary": lambda x: sx.BinaryTree(x @ x.mT).entropy(),
+    "tree": lambda x: sx.DependencyTree(x @ x.mT).entropy(),
+    "sparsemap": lambda x: sx.DependencyTree(x @ x.mT).sparsemap().marginals.pow(2),
+    "soft-dtw": lambda x: sx.losses.SoftDTW()(x, 2 * x.detach()),
+    "entmax": lambda x: sx.entmax(x, 1.5).pow(2),
+    "ctc": lambda x: sx.CTC(x.log_softmax(-1), torch.tensor([[1, 2], [2, 1]])).log_partition(),
+}
+
+
+def inputs() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(2, 5, 3).requires_grad_()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_checkpoints(name: str) -> None:
+    """Activations that are computed again; the recommended kind gives them out once."""
+    x, f = inputs(), FUNCTIONS[name]
+    (expected,) = torch.autograd.grad(f(x).sum(), x)
+    (found,) = torch.autograd.grad(checkpoint(f, x, use_reentrant=False).sum(), x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_an_omega_from_outside_is_annealed_in_compiled_code() -> None:
+    class Model(nn.Module):
+        omega: sx.Smoothing = sx.Shannon()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sx.LinearChain(x, TRANSITION, smoothing=self.omega).entropy()
+
+    model = Model()
+    compiled = torch.compile(model, backend="aot_eager")
+    for gamma in (1.0, 0.5, 0.25):
+        model.omega = sx.Shannon(gamma)
+        x = inputs()
+        (expected,) = torch.autograd.grad(model(x).sum(), x)
+        (found,) = torch.autograd.grad(compiled(x).sum(), x)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (2, 4)], ids=str)
+def test_relaxed_matchings_in_forward_mode_and_twice(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    x, v = torch.randn(2, *shape, dtype=torch.float64)
+
+    def sinkhorn(x: Tensor) -> Tensor:
+        return sx.Assignment(x).sinkhorn(0.5)
+
+    (expected,) = torch.autograd.functional.jvp(sinkhorn, x, v)[1:]
+    torch.testing.assert_close(torch.func.jvp(sinkhorn, (x,), (v,))[1], expected)
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(sinkhorn(forward_ad.make_dual(x, v))).tangent
+    torch.testing.assert_close(tangent, expected)
+    for answer in range(2):
+        leaf = x.clone().requires_grad_()
+        assert torch.autograd.gradgradcheck(lambda x: sx.Assignment(x).bethe()[answer], leaf)  # noqa: B023
+
+
+def test_counts_of_transitions_under_autocast() -> None:
+    """Above 256 bfloat16 does not know them."""
+    torch.manual_seed(0)
+    chain = sx.LinearChain(torch.randn(3000, 2), torch.randn(2, 2))
+    tags = torch.randint(2, (3000,))
+    for loss in (sx.losses.perceptron, sx.losses.hinge):
+        expected = loss(chain, tags)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(loss(chain, tags), expected)
+
+
+def test_scores_changed_before_a_second_derivative() -> None:
+    x = torch.randn(2, 5, requires_grad=True)
+    target = torch.tensor([[1.0, 1, 0, 0, 0], [0, 0, 1, 1, 0]])
+    loss = sx.losses.sparsemap(sx.KSubset(x, 2), target)
+    with torch.no_grad():
+        x.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+@pytest.mark.parametrize("name", ["DependencyCRF", "NonProjectiveDependencyCRF", "TreeCRF"])
+def test_potentials_that_change(name: str) -> None:
+    """In place, or by being watched later: a distribution of the peer's face follows them."""
+    torch.manual_seed(0)
+    make: Any = getattr(torch_struct, name)
+    p = torch.randn(2, 4, 4, *[1] * (name == "TreeCRF"))
+    law = make(p)
+    z = law.argmax
+    p.mul_(2)
+    torch.testing.assert_close(law.log_prob(z), make(p.clone()).log_prob(z))
+    leaf = p.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(make(leaf).log_prob(z).sum(), leaf)
+    p.requires_grad_()
+    torch.testing.assert_close(torch.autograd.grad(law.log_prob(z).sum(), p)[0], expected)
+
+
+class Annealed(nn.Module):
+    """A policy of fixed scores over a temperature that is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.tensor([0.0, 1.0]))
+        self.register_buffer("temperature", torch.tensor(1.0))
+
+    def start(self, inputs: Tensor, lengths: Tensor) -> Tensor:
+        return torch.zeros(len(inputs))
+
+    def scores(self, state: Tensor) -> Tensor:
+        return (self.weights / self.temperature).expand(len(state), 2)
+
+    def advance(self, state: Tensor, action: Tensor) -> Tensor:
+        return state
+
+
+def test_a_rollout_is_forgotten_when_a_buffer_changes() -> None:
+    policy = Annealed()
+    structure = sx.ShiftReduce(policy, torch.zeros(1, 4, 1))
+    z = structure.sample()
+    policy.temperature.fill_(0.1)
+    expected = sx.ShiftReduce(policy, structure.inputs).log_prob(z)
+    torch.testing.assert_close(structure.log_prob(z), expected)
+
+
+def test_derivations_that_share_a_z_without_shannon() -> None:
+    draw = sx.ForestBuilder()
+    x = draw.node()
+    draw.edge(x, part=0)
+    y = draw.node()
+    draw.edge(y, part=0)
+    draw.edge(y, part=1)
+    goal = draw.node()
+    draw.edge(goal, x)
+    draw.edge(goal, y)
+    forest, scores = draw.build(), torch.tensor([0.2, 0.0])
+    exact = sx.estimators.ExactExpectation()
+    exact.loss(sx.Hyperpath(forest, scores), lambda z: z[..., 1])
+    with pytest.raises(ValueError, match=r"sum to 1\.07.*same z"):
+        exact.loss(sx.Hyperpath(forest, scores, smoothing=sx.Gini()), lambda z: z[..., 1])
+
+
+def test_the_contract_sees_wrong_values_and_perturbations() -> None:
+    def contract(kind: type[sx.Choice]) -> None:
+        sx.testing.check_structure(
+            lambda: kind(torch.randn(3, dtype=torch.float64), smoothing=sx.Gini()),
+            skip=("compile",),
+        )
+
+    class Steep(sx.Choice):
+        def log_partition(self) -> Tensor:
+            return super().log_partition() + 0.3 * (self.scores[0] - self.scores[1]) ** 2
+
+        def _replace_primary(self, scores: Tensor) -> Steep:
+            return Steep(scores, smoothing=self.smoothing)
+
+    class Twice(sx.Choice):
+        def perturb(self, delta: Tensor) -> Any:
+            return super().perturb(2 * delta)
+
+    class Detached(sx.Choice):
+        def log_prob(self, z: Tensor) -> Tensor:
+            return super().log_prob(z).detach()
+
+    for kind in (Steep, Twice, Detached):
+        with pytest.raises(AssertionError, match="contract check"):
+            contract(kind)
