@@ -59,23 +59,18 @@ class StructDistribution(Distribution):
         """Keeps the structure of given tensors if nobody can ask for their gradients: otherwise
         each query has a graph of its own, so that each can be gone through backward."""
         given = [given] if isinstance(given, Tensor) else given
-        self._given, self._kept = given, (structure, self._state(given))
+        self._given, self._state = given, _state(given)
+        self._kept = None if self._state is None else structure
 
-    @staticmethod
-    def _state(given: Sequence[Tensor]) -> list[int] | None:
-        """Of what nobody has changed; None where gradients can be asked for."""
-        if any(t.requires_grad for t in given):
-            return None
-        return [t._version if not t.is_inference() else 0 for t in given]
+    def _still_kept(self) -> Structure | None:
+        """What was kept, if nobody has changed the tensors since."""
+        return self._kept if _state(self._given) == self._state else None
 
     @property
     def structure(self) -> Any:
         """The structure that answers."""
-        return self._still_kept() or self._structure(self.log_potentials)
-
-    def _still_kept(self) -> Structure | None:
-        structure, state = self._kept
-        return structure if state is not None and state == self._state(self._given) else None
+        kept = self._still_kept()
+        return self._structure(self.log_potentials) if kept is None else kept
 
     @abstractmethod
     def _structure(self, potentials: Any) -> Structure:
@@ -182,3 +177,10 @@ class StructDistribution(Distribution):
 def silent(potentials: Tensor) -> Tensor:
     """Zeros, but −inf where the potentials are, in float64: exact for counts below 2⁴⁵ or so."""
     return torch.where(potentials == -torch.inf, -torch.inf, 0.0).double()
+
+
+def _state(given: Sequence[Tensor]) -> list[int] | None:
+    """What changes when torch writes into tensors; None where gradients can be asked for."""
+    if any(t.requires_grad for t in given):
+        return None
+    return [0 if t.is_inference() else t._version for t in given]

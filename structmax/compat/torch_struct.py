@@ -144,7 +144,8 @@ class HMM(LinearChainCRF):
     @property
     def structure(self) -> Any:
         """The structure that answers."""
-        return self._still_kept() or self._model()
+        kept = self._still_kept()
+        return self._model() if kept is None else kept
 
     @property
     def log_potentials(self) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from structmax import checks
 from structmax.estimators.base import Estimator, call_cost, refuse_nothing
+from structmax.smoothing import TSALLIS
 from structmax.structures.base import Structure
 
 
@@ -39,12 +40,11 @@ class ExactExpectation(Estimator):
         log_prob = torch.where(exists, structure.log_prob(z), -torch.inf)
         refuse_nothing(self, structure, log_prob.amax(0))
         p = log_prob.exp()
-        total = p.detach().sum(0)
-        if checks.can_look() and bool((total > 1.01).any()):
+        walks = structure.smoothing.code[0] == TSALLIS and checks.can_look() and p.numel()
+        if walks and (total := float(p.detach().sum(0).max())) > 1.01:
             raise ValueError(
-                f"ExactExpectation: the probabilities of all structures sum to {total.max():.3f}: "
-                "several derivations have the same z, and without Shannon smoothing one cannot "
-                "tell them apart. Give their parts numbers of their own."
+                f"ExactExpectation: probabilities sum to {total:.3f}: derivations with the same z "
+                "cannot be told apart without Shannon. Give their parts numbers of their own."
             )
         loss = weighted_sum(p, call_cost(cost, z, structure, where=p > 0))
         return torch.where((p > 0).any(0), loss, torch.nan)  # an item that nobody looked at

@@ -124,9 +124,12 @@ class Hyperpath(DynamicStructure):
     def _edge_use(self, z: Tensor) -> Tensor:
         use, found, complete = self._search(z)
         self._refuse(~found & complete, z)
-        hint = "was not found among the 512 likeliest derivations within its parts. Use Shannon "
-        hint += "smoothing, or give parts that are used in many places numbers of their own"
-        self._refuse(~found, z, hint)
+        self._refuse(
+            ~found,
+            z,
+            "was not found among 512 derivations within its parts. Use Shannon smoothing, or give "
+            "parts that are used in many places numbers of their own",
+        )
         return use
 
     def _refuse(self, wrong: Tensor, z: Tensor, what: str = "is not a derivation") -> None:
