@@ -193,7 +193,7 @@ def test_a_look_that_a_signal_put_off(
     told(folder, step, **changes)
     if older:
         tensors, state = checkpoint.load(folder / "last.safetensors")
-        del state["measured"]
+        del state["measured"], state["cuts"]
         checkpoint.save(folder / "last.safetensors", tensors, state)
     else:
         with monkeypatch.context() as patch:
@@ -319,6 +319,20 @@ def test_early_stopping_keeps_the_best(tmp_path: Path) -> None:
 
     result = fit(tmp_path / "later", task=WorseAtFirst(), steps=1000, patience=2, eval_every=3)
     assert result["steps"] == 18
+
+
+def test_plateaus_cut_the_rate(tmp_path: Path) -> None:
+    """To a quarter, three times; stopped in between and resumed, it is the same run."""
+    options = {"steps": 1000, "schedule": "plateau", "patience": 2, "lr": 1e-9, "log_every": 1}
+    result = fit(tmp_path / "whole", eval_every=3, **options)
+    # nothing changes: the first look is the best, and then two for each of four rates
+    assert result["steps"] == 27 and result["best_step"] == 3
+    rates = [line["lr"] for line in curve(tmp_path / "whole") if line["kind"] == "train"]
+    wanted = [1e-9] * 9 + [0.25e-9] * 6 + [0.0625e-9] * 6 + [1e-9 / 64] * 6
+    assert rates == pytest.approx(wanted)
+    told(tmp_path / "told", 16, eval_every=3, **options)
+    fit(tmp_path / "told", resume=True, eval_every=3, **options)
+    assert curve(tmp_path / "told") == curve(tmp_path / "whole")
 
 
 def test_groups_have_their_own_rates(tmp_path: Path) -> None:
@@ -489,6 +503,7 @@ def test_config_goes_through_toml(tmp_path: Path) -> None:
         ({"steps": True}, ["steps must be of type int"]),
         ({"schedule": "cosin"}, ["schedule cannot be 'cosin'", "Did you mean 'cosine'"]),
         ({"steps": 0}, ["--steps or --minutes"]),
+        ({"schedule": "plateau"}, ["plateau needs --patience"]),
         ({"batch_size": 0}, ["batch_size must be at least 1"]),
         ({"clip": -1.0}, ["clip must not be negative"]),
         ({"words": 1}, ["two words"]),

@@ -35,6 +35,13 @@ def option(default: Any, help: str, fixed: bool = False) -> Any:
     return field(default=default, metadata={"help": help, "fixed": fixed})
 
 
+Schedule = Literal["constant", "cosine", "linear", "late", "plateau"]
+SCHEDULE = (
+    "How the learning rate falls over the run; late: linearly in the last 40%; plateau: to a "
+    "quarter after each --patience looks without a better result, three times."
+)
+
+
 @dataclass
 class TrainConfig:
     """What every run has; a task's own configuration inherits it and adds what is its own.
@@ -54,9 +61,7 @@ class TrainConfig:
     batch_tokens: int = option(0, "At most this many tokens, padding included; 0: no limit.")
     lr: float = option(1e-3, "Learning rate of the composer, or of everything without a parser.")
     parser_lr: float | None = option(None, "Learning rate of the parser; the same if not given.")
-    schedule: Literal["constant", "cosine", "linear", "late"] = option(
-        "constant", "How the learning rate falls over the run; late: linearly in the last 40%."
-    )
+    schedule: Schedule = option("constant", SCHEDULE)
     warmup: int = option(0, "Updates over which the learning rate rises from 0.")
     weight_decay: float = option(0.01, "AdamW's weight decay.")
     beta2: float = option(0.98, "AdamW's memory of squared gradients.")
@@ -64,12 +69,18 @@ class TrainConfig:
     log_every: int = option(10, "Updates between lines of metrics.")
     eval_every: int = option(200, "Updates between looks at the validation split.")
     save_every: int = option(200, "Updates between checkpoints.")
-    patience: int = option(0, "Stop after this many looks without a better result; 0: never.")
+    patience: int = option(
+        0,
+        "Stop after this many looks without a better result; 0: never. On the schedule plateau, "
+        "at the lowest rate.",
+    )
 
     def check(self) -> None:
         """Raise a UserError for values that make no sense; a task adds its own."""
         if not self.steps and not self.minutes:
             raise UserError("a run must end: give --steps or --minutes.")
+        if self.schedule == "plateau" and not self.patience:
+            raise UserError("the schedule plateau needs --patience: how many looks are a plateau.")
         positive = ["batch_size", "log_every", "eval_every", "save_every"]
         for name in positive:
             if getattr(self, name) < 1:

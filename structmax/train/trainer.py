@@ -27,7 +27,10 @@ from structmax.train.progress import Progress
 from structmax.train.signals import Signals, Stopped
 from structmax.train.task import Splits, Task
 
-NUMBERS = ("step", "epoch", "position", "seconds", "measured", "best", "worse", "total", "count")
+NUMBERS = (
+    *("step", "epoch", "position", "seconds"),
+    *("measured", "best", "worse", "cuts", "total", "count"),
+)
 """What a checkpoint keeps of a trainer besides tensors and random states."""
 
 
@@ -44,8 +47,12 @@ class Update(NamedTuple):
     examples: Any
 
 
-def learning_rate(config: TrainConfig, step: int, fraction: float) -> float:
-    """The factor of the learning rate at an update, a fraction of the run done.
+CUTS = 3
+"""How often the learning rate falls to a quarter on the schedule ``plateau``."""
+
+
+def learning_rate(config: TrainConfig, step: int, fraction: float, cuts: int = 0) -> float:
+    """The factor of the learning rate at an update, a fraction of the run and some cuts done.
 
     >>> cosine = TrainConfig(schedule="cosine", warmup=10)
     >>> [round(learning_rate(cosine, step, step / 100), 2) for step in (0, 9, 50, 100)]
@@ -56,6 +63,7 @@ def learning_rate(config: TrainConfig, step: int, fraction: float) -> float:
         "cosine": 0.5 * (1 + math.cos(math.pi * min(fraction, 1.0))),
         "linear": 1 - min(fraction, 1.0),
         "late": min(1.0, (1 - min(fraction, 1.0)) / 0.4),
+        "plateau": 0.25**cuts,
     }
     rise = min(1.0, (step + 1) / config.warmup) if config.warmup else 1.0
     return rise * falls[config.schedule]
@@ -112,7 +120,7 @@ class Trainer:
         self.variance = {name: GradientVariance(group) for name, group in self.groups.items()}
         self.step = self.epoch = self.position = 0
         self.measured = 0  # the step of the last look at the validation split
-        self.seconds, self.best, self.worse = 0.0, -math.inf, 0
+        self.seconds, self.best, self.worse, self.cuts = 0.0, -math.inf, 0, 0
         self.total, self.count = 0.0, 0.0  # of the losses since the last line of metrics
         self.signals, self.stopping = Signals(), False
         self.pending: deque[Update] = deque()
@@ -242,7 +250,7 @@ class Trainer:
 
     def _descend(self, name: str) -> None:
         optimizer = self.optimizers[name]
-        factor = learning_rate(self.config, self.step, self.fraction)
+        factor = learning_rate(self.config, self.step, self.fraction, self.cuts)
         for group in optimizer.param_groups:
             group["lr"] = self._rate(name) * factor
         if self.config.clip:
@@ -309,7 +317,8 @@ class Trainer:
         self.total = self.count = 0.0
         for name, variance in self.variance.items():
             values.update({f"{key}/{name}": value for key, value in variance.read().items()})
-        values["lr"] = self.config.lr * learning_rate(self.config, self.step - 1, self.fraction)
+        factor = learning_rate(self.config, self.step - 1, self.fraction, self.cuts)
+        values["lr"] = self.config.lr * factor
         values["epoch"] = self.epoch
         if self.workers.first:
             self.log.write(self.step, "train", {**values, "seconds": round(self.seconds, 3)})
@@ -329,6 +338,9 @@ class Trainer:
         # a model that is trained on something else first has no reason to get better at this
         first = self.step <= getattr(self.model, "pretrain", 0)
         self.worse = 0 if better or first else self.worse + 1
+        tired = self.config.schedule == "plateau" and self.worse >= self.config.patience
+        if tired and self.cuts < CUTS:  # else the run is done
+            self.cuts, self.worse = self.cuts + 1, 0
         self.measured = self.step
         if better:
             self.best = values[self.task.metric]
@@ -393,6 +405,7 @@ class Trainer:
                 variance.restore(sums, operator.index(state["seen"][name]))
             if "measured" not in state:  # a checkpoint of an older version
                 state["measured"] = last_look(self.folder, state["step"])
+            state.setdefault("cuts", 0)
             for name in NUMBERS:
                 wanted = type(getattr(self, name))
                 if type(state[name]) not in (wanted, int) or (wanted is int and state[name] < 0):

@@ -26,7 +26,7 @@ from structmax.nn.biaffine import Biaffine, LabelledBiaffine
 from structmax.nn.word_encoder import WordEncoder
 from structmax.structures.dependency_tree import DependencyTree
 from structmax.train.batches import move
-from structmax.train.config import TrainConfig, option
+from structmax.train.config import SCHEDULE, Schedule, TrainConfig, option
 from structmax.train.errors import UserError
 from structmax.train.metrics import Ratio
 from structmax.train.task import Splits, Task
@@ -47,9 +47,7 @@ class ParseConfig(TrainConfig):
     batch_size: int = option(1000, "Most examples per update and worker.")
     batch_tokens: int = option(5000, "At most this many words, padding included; 0: no limit.")
     lr: float = option(2e-3, "Learning rate.")
-    schedule: Literal["constant", "cosine", "linear", "late"] = option(
-        "cosine", "How the learning rate falls over the run."
-    )
+    schedule: Schedule = option("cosine", SCHEDULE)
     warmup: int = option(50, "Updates over which the learning rate rises from 0.")
     clip: float = option(5.0, "Largest norm of the gradient; 0: any.")
     corpus: str = option("", "Folder of CoNLL-U files; none: a tiny generated set.", fixed=True)

@@ -21,7 +21,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, softplus
 
 from structmax import losses
 from structmax.structures.grid_path import GridPath
-from structmax.train.config import TrainConfig, option
+from structmax.train.config import SCHEDULE, Schedule, TrainConfig, option
 from structmax.train.errors import UserError
 from structmax.train.estimator import estimator_of
 from structmax.train.metrics import Ratio
@@ -41,9 +41,7 @@ class PathConfig(TrainConfig):
     steps: int = option(5000, "Train for this many updates; 0: no limit.")
     batch_size: int = option(70, "Examples per update and worker.")
     lr: float = option(3e-3, "Learning rate.")
-    schedule: Literal["constant", "cosine", "linear", "late"] = option(
-        "late", "How the learning rate falls over the run; late: linearly in the last 40%."
-    )
+    schedule: Schedule = option("late", SCHEDULE)
     eval_every: int = option(500, "Updates between looks at the validation split.")
     method: Literal["solver", "perturbed-loss", "no-solver", "random"] = option(
         "solver",

@@ -26,7 +26,7 @@ from structmax.losses.entmax_loss import entmax_loss
 from structmax.nn.seq2seq import Seq2Seq
 from structmax.train.batches import move
 from structmax.train.bleu import Bleu
-from structmax.train.config import TrainConfig, option
+from structmax.train.config import SCHEDULE, Schedule, TrainConfig, option
 from structmax.train.errors import UserError
 from structmax.train.metrics import Ratio
 from structmax.train.task import Splits, Task
@@ -43,9 +43,7 @@ class Seq2SeqConfig(TrainConfig):
     steps: int = option(6800, "Train for this many updates; 0: no limit.")
     batch_size: int = option(64, "Examples per update and worker.")
     lr: float = option(1e-3, "Learning rate.")
-    schedule: Literal["constant", "cosine", "linear", "late"] = option(
-        "cosine", "How the learning rate falls over the run; late: linearly in the last 40%."
-    )
+    schedule: Schedule = option("cosine", SCHEDULE)
     eval_every: int = option(453, "Updates between looks at the validation split.")
     corpus: str = option(
         "", "Folder of the corpus, such as multi30k; none: a tiny generated set.", fixed=True

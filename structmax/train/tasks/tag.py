@@ -27,7 +27,7 @@ from structmax.nn.word_encoder import WordEncoder
 from structmax.smoothing import Gini, Hard, Shannon
 from structmax.structures.linear_chain import LinearChain
 from structmax.train.batches import move
-from structmax.train.config import TrainConfig, option
+from structmax.train.config import SCHEDULE, Schedule, TrainConfig, option
 from structmax.train.metrics import Ratio
 from structmax.train.task import Splits, Task
 
@@ -47,9 +47,7 @@ class TagConfig(TrainConfig):
     steps: int = option(4000, "Train for this many updates; 0: no limit.")
     batch_size: int = option(32, "Examples per update and worker.")
     lr: float = option(2e-3, "Learning rate.")
-    schedule: Literal["constant", "cosine", "linear"] = option(
-        "cosine", "How the learning rate falls over the run."
-    )
+    schedule: Schedule = option("cosine", SCHEDULE)
     clip: float = option(5.0, "Largest norm of the gradient; 0: any.")
     tags: Literal["upos", "ner"] = option(
         "upos", "What to tag: upos of CoNLL-U files, or the spans of CoNLL columns.", fixed=True
