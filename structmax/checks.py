@@ -77,6 +77,8 @@ def sample_shape(owner: str, shape: Sequence[int]) -> torch.Size:
             f"{owner}.sample: the shape must be a tuple, got {shape}. For {shape} samples: "
             f"sample(({shape},))."
         )
+    if any(n < 0 for n in shape):
+        raise ValueError(f"{owner}.sample: the shape must not be negative, got {tuple(shape)}.")
     return torch.Size(shape)
 
 

@@ -159,8 +159,7 @@ def evaluate(
                 raise UserError(f"task {trained.task.name} reads no data sets. Leave out --data.")
             moved: dict[str, Any] = {"data": data}
             config = replace(config, **moved)
-        with as_user_error():
-            examples = getattr(trained.task.data(config), split)
+        examples = getattr(runs.data(run, trained.task, config), split)
         if not len(examples):
             raise UserError(f"task {trained.task.name} has no {split} split here.")
         found = measure(trained.task, trained.model, examples, trained.config, crew)
@@ -201,9 +200,9 @@ def show(
 
     trained = _load(run, device)
     if file is None:
-        with as_user_error():
-            examples = trained.task.data(trained.config).valid[:count]
-        lines = [trained.task.line(example) for example in examples]
+        splits = runs.data(run, trained.task, trained.config)
+        examples = splits.valid or splits.test  # align chooses within the training series
+        lines = [trained.task.line(example) for example in examples[:count]]
     else:
         lines = _lines(file)
     pictures = []
@@ -214,7 +213,8 @@ def show(
         if (html or svg) and (drawn := answer_svg(found)) is not None:
             pictures.append((found["text"], drawn))
     if (html or svg) and not pictures:
-        raise UserError("there is nothing to draw in what this task predicts.")
+        what = "what this task predicts" if lines else f"{file}: it has no lines"
+        raise UserError(f"there is nothing to draw in {what}.")
     with as_user_error():
         if html:
             html.parent.mkdir(parents=True, exist_ok=True)

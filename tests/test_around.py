@@ -184,3 +184,24 @@ def test_the_contract_sees_wrong_values_and_perturbations() -> None:
     for kind in (Steep, Twice, Detached):
         with pytest.raises(AssertionError, match="contract check"):
             contract(kind)
+
+
+@pytest.mark.parametrize("size", [1e6, 1e9, 1e12, 1e16, 1e20])
+@pytest.mark.parametrize("steps", [(), (4,)])
+def test_edges_of_a_chain_at_any_scale(size: float, steps: tuple[int, ...]) -> None:
+    """They sum to 1 at each step, and to the marginals of the position before."""
+    torch.manual_seed(1)
+    unary = torch.randn(20, 5, 3, dtype=torch.float64) * size
+    transition = torch.randn(20, *steps, 3, 3, dtype=torch.float64) * size
+    transition[:, ..., 0, 1] = -torch.inf
+    chain = sx.LinearChain(unary, transition)
+    edges, mu = chain.edge_marginals(), chain.marginals()
+    torch.testing.assert_close(edges.sum(-1), mu[:, :-1], rtol=0, atol=1e-12)
+    assert (edges[..., 0, 1] == 0).all()
+    assert (chain.entropy().abs() <= 1e-9 * size).all()
+
+
+def test_a_structure_is_true() -> None:
+    assert sx.Choice(torch.zeros(3)) and sx.Choice(torch.zeros(0, 3))
+    with pytest.raises(ValueError, match=r"must not be negative, got \(-1,\)"):
+        sx.Choice(torch.zeros(3)).sample((-1,))

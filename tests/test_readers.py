@@ -285,6 +285,8 @@ def test_glove(file) -> None:
     for line, wrong in [("b 1", "expected 2 numbers, got 1"), ("b x 2", "could not convert")]:
         with pytest.raises(ValueError, match=rf"w\.txt:2: {wrong}"):
             glove.read(file("w.txt", "a 1 2", line))
+    words, vectors = glove.read(file("spaces.txt", "a 1 2", ". . 3 4", "at name@x 5 6"))
+    assert words == ["a", ". .", "at name@x"] and vectors.tolist() == [[1, 2], [3, 4], [5, 6]]
     words, vectors = glove.read(file("fast.vec", "2 3", "a 1 2 3 ", "7 4 5 6 "))  # with a header
     assert words == ["a", "7"] and vectors.tolist() == [[1, 2, 3], [4, 5, 6]]
 

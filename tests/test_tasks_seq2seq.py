@@ -239,6 +239,16 @@ def test_words_of_a_line_are_those_of_a_file() -> None:
     assert found["source"] == ["a\u00a0b", "c"]
 
 
+def test_a_translation_does_not_depend_on_its_batch() -> None:
+    """Untrained, it goes on to the limit, which is that of its own source."""
+    task, config = Translation(), Seq2SeqConfig(**SMALL)
+    task.data(config)
+    model = task.model(config).eval()
+    lines = ["a b", "a b c d e f g h i j k l", "c"]
+    alone = [next(iter(task.predict(model, [line])))["words"] for line in lines]
+    assert [found["words"] for found in task.predict(model, lines)] == alone
+
+
 def test_seq2seq_refuses() -> None:
     for options, words in [({"hidden_size": 5}, "even"), ({"fertility": 0.0}, "fertility")]:
         with pytest.raises(UserError, match=words):

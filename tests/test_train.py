@@ -22,9 +22,11 @@ pytest.importorskip("safetensors")
 
 from structmax.train import Trainer, UserError, checkpoint, distributed, run, tasks
 from structmax.train.batches import move, tensors
+from structmax.train.bleu import Bleu
 from structmax.train.config import TrainConfig, from_dict, read_toml, to_toml
 from structmax.train.distributed import Workers, choose_device
 from structmax.train.errors import as_user_error
+from structmax.train.measure import together
 from structmax.train.metrics import GradientVariance, Log, read_log
 from structmax.train.progress import Progress
 from structmax.train.signals import Signals, Stopped
@@ -335,6 +337,59 @@ def test_plateaus_cut_the_rate(tmp_path: Path) -> None:
     assert curve(tmp_path / "told") == curve(tmp_path / "whole")
 
 
+def test_a_plateau_needs_no_other_end_and_may_come_later(tmp_path: Path) -> None:
+    """A run that patience ended goes on when it is resumed on the schedule plateau."""
+    options = {"patience": 2, "lr": 1e-9, "eval_every": 3}
+    assert fit(tmp_path, steps=1000, **options)["steps"] == 9
+    result = fit(tmp_path, resume=True, steps=0, schedule="plateau", **options)
+    assert result["steps"] == 12 + 3 * 6 and result["best_step"] == 3
+
+
+def test_data_that_changed(tmp_path: Path) -> None:
+    """The numbers of words are those of the data that a run began with."""
+
+    class Changed(Toy):
+        def data(self, config):
+            found = super().data(config)
+            self.facts["words"] += 1
+            return found
+
+    fit(tmp_path, steps=2)
+    for task, steps in ((Changed(), 4), (Changed(), 2)):
+        with pytest.raises(UserError, match=r"have changed .*: words of them.*--fresh"):
+            fit(tmp_path, task=task, resume=True, steps=steps)
+    trained = run.load(tmp_path, torch.device("cpu"))
+    assert len(run.data(tmp_path, trained.task, trained.config).valid)
+    changed = Changed()
+    changed.facts = trained.task.facts
+    with pytest.raises(UserError, match="have changed"):
+        run.data(tmp_path, changed, trained.config)
+
+
+def test_a_trainer_checks_its_options(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="plateau needs --patience"):
+        fit(tmp_path, schedule="plateau")
+    for device in ("mps", "meta", "what"):
+        with pytest.raises(UserError, match="must be cpu, cuda or auto"):
+            choose_device(device)
+
+
+def test_bleu_of_several_workers() -> None:
+    """Is that of all sentences, not the mean of theirs."""
+    pairs = [("a b c d e", "a b c d f"), ("a b", "a b"), ("x y z w", "x y z w v u")]
+    whole, parts = Bleu(), [Bleu(), Bleu()]
+    for i, (found, wanted) in enumerate(pairs):
+        for bleu in (whole, parts[i % 2]):
+            bleu.add(found.split(), wanted.split())
+
+    class Two(Workers):
+        def gather(self, value):
+            return [value, {"bleu": parts[1]}]
+
+    both = together({"bleu": parts[0]}, 2, Two(torch.device("cpu"), 0, 2))
+    assert both == {"bleu": whole.value} and whole.value != parts[0].value
+
+
 def test_groups_have_their_own_rates(tmp_path: Path) -> None:
     start = Toy().model(config())
     frozen = Trainer(Toy(), config(parser_lr=0.0, weight_decay=0.0), tmp_path, silent=True)
@@ -502,7 +557,7 @@ def test_config_goes_through_toml(tmp_path: Path) -> None:
         ({"steps": "many"}, ["steps must be of type int", "'many'"]),
         ({"steps": True}, ["steps must be of type int"]),
         ({"schedule": "cosin"}, ["schedule cannot be 'cosin'", "Did you mean 'cosine'"]),
-        ({"steps": 0}, ["--steps or --minutes"]),
+        ({"steps": 0}, ["--steps, --minutes or --patience"]),
         ({"schedule": "plateau"}, ["plateau needs --patience"]),
         ({"batch_size": 0}, ["batch_size must be at least 1"]),
         ({"clip": -1.0}, ["clip must not be negative"]),

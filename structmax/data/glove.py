@@ -30,6 +30,8 @@ def read(path: str | Path, words: Container[str] | None = None) -> tuple[list[st
         word, _, rest = line.partition(" ")
         if not size:
             size = len(rest.split())
+        elif line.count(" ") > size and (parts := line.rstrip(" ").rsplit(" ", size))[0] != word:
+            word, rest = parts[0], " ".join(parts[1:])  # a word with spaces in it
         if words is not None and word not in words:
             continue
         try:

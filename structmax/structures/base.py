@@ -519,6 +519,9 @@ class Structure(Distribution):
             raise TypeError(f"{self._name} with batch_shape () has no length.")
         return self.batch_shape[0]
 
+    def __bool__(self) -> bool:
+        return True  # as every distribution, whatever its length
+
     def __iter__(self) -> Iterator[Self]:
         return (self[i] for i in range(len(self)))
 

@@ -38,6 +38,13 @@ class Bleu:
             self.same[i] += (mine & theirs).total()
             self.total[i] += mine.total()
 
+    def __add__(self, other: Bleu) -> Bleu:
+        both = Bleu()
+        both.same = [a + b for a, b in zip(self.same, other.same)]
+        both.total = [a + b for a, b in zip(self.total, other.total)]
+        both.words, both.wanted = self.words + other.words, self.wanted + other.wanted
+        return both
+
     @property
     def value(self) -> float:
         """BLEU of what was taken in; 0 of no words at all."""

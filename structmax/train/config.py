@@ -77,8 +77,8 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise a UserError for values that make no sense; a task adds its own."""
-        if not self.steps and not self.minutes:
-            raise UserError("a run must end: give --steps or --minutes.")
+        if not (self.steps or self.minutes or self.patience):
+            raise UserError("a run must end: give --steps, --minutes or --patience.")
         if self.schedule == "plateau" and not self.patience:
             raise UserError("the schedule plateau needs --patience: how many looks are a plateau.")
         positive = ["batch_size", "log_every", "eval_every", "save_every"]

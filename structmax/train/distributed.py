@@ -29,7 +29,9 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UserError(f"device must be cpu, cuda or auto, got {name!r}.") from None
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device must be cpu, cuda or auto, got {name!r}.")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(
             f"device {name} was asked for, but torch {torch.__version__} finds no CUDA device. "

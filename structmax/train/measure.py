@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from structmax.train import batches
 from structmax.train.config import TrainConfig
 from structmax.train.distributed import Workers
 from structmax.train.metrics import Ratio
-from structmax.train.task import Task
+from structmax.train.task import Measures, Task
 
 
 def measure(
@@ -35,16 +37,17 @@ def measure(
     return together(found, sum(map(len, mine)), workers)
 
 
-def together(found: dict[str, Ratio | float], count: int, workers: Workers) -> dict[str, float]:
+def together(found: Measures, count: int, workers: Workers) -> dict[str, float]:
     """The measures of all workers, each of which looked at ``count`` examples.
 
     >>> together({"accuracy": Ratio(3, 4), "depth": 2.0}, 4, Workers(torch.device("cpu")))
     {'accuracy': 0.75, 'depth': 2.0}
     """
-    pairs = {k: tuple(v) if isinstance(v, Ratio) else (v * count, count) for k, v in found.items()}
-    everyone = workers.gather(pairs)
+    sums = {
+        k: Ratio(v * count, count) if isinstance(v, float | int) else v for k, v in found.items()
+    }
+    everyone = workers.gather(sums)
     names = dict.fromkeys(name for one in everyone for name in one)
     return {
-        name: Ratio(*map(sum, zip(*(one[name] for one in everyone if name in one)))).value
-        for name in names
+        name: reduce(add, (one[name] for one in everyone if name in one)).value for name in names
     }

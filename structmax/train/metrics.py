@@ -25,6 +25,9 @@ class Ratio(NamedTuple):
     total: float
     number: float
 
+    def __add__(self, other: Any) -> Ratio:
+        return Ratio(self.total + other.total, self.number + other.number)
+
     @property
     def value(self) -> float:
         """The quotient, NaN of nothing."""

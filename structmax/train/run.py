@@ -23,7 +23,7 @@ from torch import nn
 from structmax.train import checkpoint, tasks
 from structmax.train.config import TrainConfig, from_dict, read_toml, to_toml
 from structmax.train.errors import UserError, as_user_error
-from structmax.train.task import Task
+from structmax.train.task import Splits, Task
 
 FILES = ("config.toml", "task.json", "last.safetensors", "best.safetensors", "metrics.jsonl")
 
@@ -61,6 +61,27 @@ def refuse_other_data(folder: Path, config: TrainConfig) -> None:
                 f"{folder} began with {f.name} = {began[f.name]!r} and cannot go on with {now!r}. "
                 f"Leave out --{f.name.replace('_', '-')}, or start again with --fresh."
             )
+
+
+def refuse_other_facts(folder: Path, began: dict[str, Any], now: dict[str, Any]) -> None:
+    """A model knows the words and tags of the data that it was made for, by their numbers."""
+    now = json.loads(json.dumps(now))
+    differ = [name for name in began if name in now and began[name] != now[name]]
+    if differ:
+        raise UserError(
+            f"{folder}: the data have changed since the run began: {', '.join(differ)} of them "
+            "differ from those in its task.json. Bring the data back, or start again with --fresh."
+        )
+
+
+def data(folder: Path, task: Task, config: TrainConfig) -> Splits:
+    """The data of a run that was read, if they still are those that its model was made for."""
+    began = task.facts
+    task.facts = dict(began)
+    with as_user_error():
+        splits = task.data(config)
+    refuse_other_facts(folder, began, task.facts)
+    return splits
 
 
 def read(folder: Path, **changes: Any) -> tuple[Task, TrainConfig]:

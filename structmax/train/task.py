@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
+from structmax.train.bleu import Bleu
 from structmax.train.config import TrainConfig
 from structmax.train.distributed import Workers
 from structmax.train.metrics import Ratio
+
+Measures = Mapping[str, Ratio | Bleu | float]
 
 
 class Splits(NamedTuple):
@@ -74,10 +77,11 @@ class Task:
         """One loss per example (or per token), 1-d; the trainer takes the mean over all workers."""
         raise NotImplementedError
 
-    def evaluate(self, model: nn.Module, batches: Iterable[Any]) -> dict[str, Ratio | float]:
+    def evaluate(self, model: nn.Module, batches: Iterable[Any]) -> Measures:
         """Measures over some batches, in evaluation mode and without gradients.
 
-        A ``Ratio`` is summed over the workers; a plain number is averaged, weighted by examples.
+        A ``Ratio`` or ``Bleu`` is summed over the workers; a plain number is averaged, weighted by
+        examples.
         The first two are shown as training goes on.
         """
         raise NotImplementedError

@@ -85,7 +85,7 @@ class Trainer:
 
     Args:
         task, config: what to train, and how
-        folder: where the run is kept
+        folder: where the run is kept; without ``resume``, a run that is there is lost
         resume: go on from the folder's last checkpoint, if it has one
         workers: this process among all
 
@@ -107,6 +107,7 @@ class Trainer:
         silent: bool = False,
     ) -> None:
         self.task, self.config, self.folder = task, config, folder
+        config.check()
         self.workers = workers = workers or Workers(torch.device("cpu"))
         self._seed(0)
         with as_user_error():
@@ -160,6 +161,7 @@ class Trainer:
             )
         if found[0]:
             run.refuse_other_data(self.folder, self.config)
+            run.refuse_other_facts(self.folder, run.read(self.folder)[0].facts, self.task.facts)
             self._resume(last)
         if self.workers.first:
             if not found[0]:
@@ -266,6 +268,8 @@ class Trainer:
 
     def _done(self) -> bool:
         tired = 0 < self.config.patience <= self.worse
+        if self.config.schedule == "plateau":
+            tired = tired and self.cuts == CUTS
         return self.fraction >= 1 or tired or self.stopping
 
     # -- after an update --------------------------------------------------------------------------

@@ -422,9 +422,12 @@ def gradients_in_logs(items, U, TT, starts, ends, lengths, out, MU, MT):
                 scratch[i] = alpha[t, i] + beta[i]
             a = log_sum_exp(scratch)
             for i in range(c):
-                MU[b, t, i] = math.exp(alpha[t, i] + beta[i] - a)
-                for j in range(c if t < length - 1 else 0):
-                    edge = math.exp(alpha[t, i] + T[step, i, j] + after[j] - a)
+                mu = math.exp(alpha[t, i] + beta[i] - a)
+                MU[b, t, i] = mu
+                if t == length - 1 or mu == 0:
+                    continue
+                for j in range(c):  # β is the log-sum of these, so the edges sum to μ at any scale
+                    edge = mu * math.exp(T[step, i, j] + after[j] - beta[i])
                     MT[b, t if MT.shape[1] > 1 else 0, i, j] += edge
 
 

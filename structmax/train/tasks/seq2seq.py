@@ -29,7 +29,7 @@ from structmax.train.bleu import Bleu
 from structmax.train.config import SCHEDULE, Schedule, TrainConfig, option
 from structmax.train.errors import UserError
 from structmax.train.metrics import Ratio
-from structmax.train.task import Splits, Task
+from structmax.train.task import Measures, Splits, Task
 from structmax.train.tasks.vocabulary import NONE, Vocabulary, pad
 
 START, END = "<s>", "</s>"
@@ -147,7 +147,7 @@ class Translation(Task):
             return entmax_loss(scores, wanted, reduction="none")
         return nn.functional.cross_entropy(scores, wanted, reduction="none")
 
-    def evaluate(self, model: Any, batches: Iterable[Batch]) -> dict[str, Ratio | float]:
+    def evaluate(self, model: Any, batches: Iterable[Batch]) -> Measures:
         bleu = Bleu()
         right = words = attended = sentences = 0
         seconds = 0.0
@@ -164,7 +164,7 @@ class Translation(Task):
             attended += int(((weights > 0) & real[..., None]).sum())
             words += int(real.sum())
         return {
-            "bleu": bleu.value,
+            "bleu": bleu,
             "next_word": Ratio(right, words),
             "attended": Ratio(attended, words),
             "sentences_per_second": Ratio(sentences, seconds),
@@ -175,7 +175,11 @@ class Translation(Task):
         found, weights = model.translate(batch.source, batch.lengths, most)
         # the first two numbers are those of padding and of unknown words
         names = ["", "", *self.facts["target"]]
-        rows = [[names[i] for i in row if i != NONE] for row in found.tolist()]
+        limits = (batch.lengths + LONGER).tolist()  # of each, whatever it shares a batch with
+        rows = [
+            [names[i] for i in row[:limit] if i != NONE]
+            for row, limit in zip(found.tolist(), limits)
+        ]
         return rows, weights
 
     def line(self, example: Any) -> str:
