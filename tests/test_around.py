@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import structmax as sx
 from structmax.compat import torch_struct
+from structmax.testing import check_structure
 
 TRANSITION = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
 TAGS = torch.tensor([[0, 1, 2, 0, 1], [2, 2, 1, 0, 0]])
@@ -161,7 +162,7 @@ def test_derivations_that_share_a_z_without_shannon() -> None:
 
 def test_the_contract_sees_wrong_values_and_perturbations() -> None:
     def contract(kind: type[sx.Choice]) -> None:
-        sx.testing.check_structure(
+        check_structure(
             lambda: kind(torch.randn(3, dtype=torch.float64), smoothing=sx.Gini()),
             skip=("compile",),
         )
@@ -205,3 +206,81 @@ def test_a_structure_is_true() -> None:
     assert sx.Choice(torch.zeros(3)) and sx.Choice(torch.zeros(0, 3))
     with pytest.raises(ValueError, match=r"must not be negative, got \(-1,\)"):
         sx.Choice(torch.zeros(3)).sample((-1,))
+
+
+def test_pairs_are_compared_with_each_other() -> None:
+    """Where an estimator or a beam gives sentences several trees, that is an error."""
+    torch.manual_seed(0)
+    words = torch.tensor([[3, 4, 5, 6], [7, 8, 0, 0], [5, 8, 0, 0], [3, 3, 3, 4]])
+    lengths, labels = torch.tensor([4, 2, 2, 4]), torch.tensor([0, 0, 1, 1])
+    options = {"input_size": 6, "hidden_size": 8}
+    for kind in ("cky", "easy-first"):
+        model = sx.nn.PairByTree(9, 3, kind, **options).eval()
+        assert torch.equal(*model(words, lengths)[:2])
+        with pytest.raises(ValueError, match="both sentences of a pair"):
+            model(words, lengths, beam=2)
+    model = sx.nn.PairByTree(9, 3, "cky", **options)
+    with pytest.raises(ValueError, match="both sentences of a pair"):
+        model(words, lengths, labels, estimator=sx.estimators.ExactExpectation())
+    assert model(words, lengths, labels, estimator=sx.estimators.Reinforce(3)).isfinite().all()
+
+
+def test_a_beam_wider_than_there_are_trees() -> None:
+    words, lengths = (
+        torch.tensor([[3, 4, 5, 6], [7, 0, 0, 0], [5, 8, 0, 0]]),
+        torch.tensor([4, 1, 2]),
+    )
+    model = sx.nn.TreeClassifier(9, 3, "cky", hidden_size=4).eval()
+    several = model(words, lengths, beam=3)
+    torch.testing.assert_close(several[1:].softmax(-1), model(words, lengths)[1:].softmax(-1))
+
+
+def test_padding_of_structured_attention_has_no_gradient() -> None:
+    x, lengths = torch.randn(2, 4, 8), torch.tensor([4, 2])
+    x[1, 2:] = torch.nan
+    for kind in ("chain", "projective", "nonprojective"):
+        layer = sx.nn.StructuredAttention(kind, 8)
+        layer.structure(x, lengths).log_partition().sum().backward()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_charts_under_autocast() -> None:
+    model = sx.nn.PairByTree(9, 3, "chart", input_size=6, hidden_size=8)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(torch.tensor([[3, 4, 5], [6, 7, 0]]), torch.tensor([3, 2]))
+    assert out.isfinite().all()
+
+
+def test_soft_targets_compile() -> None:
+    unary, other, T = torch.randn(2, 3, 2), torch.randn(2, 3, 2), torch.randn(2, 2)
+
+    def loss(u: torch.Tensor) -> torch.Tensor:
+        return sx.losses.crf(sx.LinearChain(u, T), sx.LinearChain(other, T))
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(unary), loss(unary))
+
+
+def test_costs_that_are_no_floats() -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    for estimator in (sx.estimators.Reinforce(4), sx.estimators.PPO(4)):
+        found = []
+        for cost in (lambda z: z[..., 0] > 0.5, lambda z: (z[..., 0] > 0.5).to(z)):
+            torch.manual_seed(0)
+            loss = estimator.loss(sx.Choice(x), cost).sum()
+            found.append(torch.autograd.grad(loss, x)[0])
+        assert torch.equal(*found)
+
+
+def test_ratios_that_overflow() -> None:
+    ppo = sx.estimators.PPO()
+    ppo.loss(sx.KSubset(torch.zeros(300), 150), lambda z: -z.sum(-1))
+    scores = (50 * ppo._draws.z[0]).requires_grad_()
+    ppo.replay(sx.KSubset(scores, 150)).backward()
+    assert scores.grad.isfinite().all() and "clip=" in repr(ppo)
+
+
+def test_a_temperature_without_a_gradient() -> None:
+    warm = torch.tensor(0.5, requires_grad=True)
+    with pytest.raises(ValueError, match="temperature is a tensor that asks for a gradient"):
+        sx.Assignment(torch.randn(3, 3)).sinkhorn(warm)

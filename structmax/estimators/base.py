@@ -106,6 +106,8 @@ def call_cost(
             f"cost: must return one number for each structure, {tuple(wanted)} for {given}, got "
             f"{got}. Sum over the parts only."
         )
+    if not costs.is_floating_point():  # right or wrong, or a count
+        costs = costs.to(z.dtype)
     if where is None:
         return costs.reshape(shape)
     if wanted == shape and _required_arguments(cost) < 2:

@@ -56,7 +56,7 @@ class Target:
 
     @property
     def is_hard(self) -> bool:
-        return not self.means
+        return len(self.means) == 0  # not `not`, which torch.compile does not know of tuples
 
     # -- forms ------------------------------------------------------------------------------------
 

@@ -97,7 +97,7 @@ class ChartLSTM(nn.Module):
         energies = leaves.new_zeros(b, n, n, n)
         for w, energy in enumerate(every, 1):
             i = torch.arange(n - w, device=leaves.device)[:, None]
-            energies[:, i, i + w, i + torch.arange(w, device=leaves.device)] = energy
+            energies[:, i, i + w, i + torch.arange(w, device=leaves.device)] = energy.to(leaves)
         return states, energies
 
     def parse(self, leaves: Tensor, lengths: Tensor) -> Tensor:

@@ -155,6 +155,7 @@ class TreeClassifier(nn.Module):
         relaxed = estimator is not None and estimator.objective == "L(E[z])"
 
         def classify(z: Tensor, items: Tensor) -> Tensor:
+            self._check_items(items)
             if isinstance(structure, Incremental):
                 return self._logits(self.encoder.root(structure.rollout(z, items).state))
             return self._logits(self.encoder.compose(leaves[items], lengths[items], z, relaxed))
@@ -239,6 +240,9 @@ class TreeClassifier(nn.Module):
         read = Trees.from_transitions if self.kind == "spinn" else Trees.from_merges
         return read(structure.greedy().z, lengths)
 
+    def _check_items(self, items: Tensor) -> None:
+        """Whether the sentences ``(N)`` that trees are given for can be classified together."""
+
     def _logits(self, states: Tensor) -> Tensor:
         return self.head(states if self.kind == "lstm" else self.encoder.hidden(states))
 
@@ -248,6 +252,8 @@ class TreeClassifier(nn.Module):
     def _average(self, structure: Structure, best: Any, classify: Callable[..., Tensor]) -> Tensor:
         (b, k), parts = best.scores.shape, structure.event_shape
         items = torch.arange(b, device=best.scores.device).repeat_interleave(k)
-        each = classify(best.structures.reshape(b * k, *parts), items).log_softmax(-1)
+        there = best.exists.reshape(b, k, *[1] * len(parts))
+        trees = torch.where(there, best.structures, best.structures[:, :1])  # what has no weight
+        each = classify(trees.reshape(b * k, *parts), items).log_softmax(-1)
         weights = torch.where(best.exists, best.scores, -torch.inf).log_softmax(1)
         return (weights[..., None] + each.view(b, k, -1)).logsumexp(1)

@@ -123,20 +123,22 @@ class DependencyClassifier(nn.Module):
         inputs = self._inputs(words, lengths)
         if self.kind == "none":
             inside = torch.arange(words.shape[1], device=words.device) < lengths[:, None]
-            return self._answer(torch.where(inside[..., None], inputs, -1.0).amax(1), labels)
+            least = torch.finfo(inputs.dtype).min  # dropout makes states less than −1
+            return self._answer(torch.where(inside[..., None], inputs, least).amax(1), labels)
         if heads is not None:
             return self._answer(self._along_heads(inputs, lengths, heads), labels)
         structure = self._structure(inputs, lengths, estimator)
         relaxed = estimator is not None and estimator.objective == "L(E[z])"
 
         def classify(z: Tensor, items: Tensor) -> Tensor:
+            self._check_items(items)
             i, home = items.to(inputs.device), z.device
             states = self._along(inputs[i], lengths[i], z.to(inputs.device), relaxed)
             return self._answer(states, labels if labels is None else labels[i]).to(home)
 
         if labels is not None and estimator is not None and self.kind != "graph":
             return estimator.loss(structure, classify).to(words.device)
-        if isinstance(estimator, SparseExpectation):
+        if isinstance(estimator, SparseExpectation) and self.kind != "graph":
             return self._mixture(structure.sparsemap(**estimator.options), classify).to(
                 words.device
             )
@@ -197,6 +199,9 @@ class DependencyClassifier(nn.Module):
             return states.sum(1) / lengths[:, None]
         roots = z[:, 0].sum(-1, keepdim=True)  # more than one only where heads are given
         return self.encoder.compose(inputs, lengths, z, relaxed) / roots
+
+    def _check_items(self, items: Tensor) -> None:
+        """Whether the sentences ``(N)`` that trees are given for can be classified together."""
 
     def _mixture(self, found: SparseMAPResult, classify: Callable[..., Tensor]) -> Tensor:
         """What the classifier says along each tree, by the trees' probabilities."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from structmax import checks
 from structmax.nn.classifier import TreeClassifier
 from structmax.nn.dependency_classifier import DependencyClassifier
 from structmax.nn.leaf_lstm import LeafLSTM
@@ -33,6 +34,18 @@ def compare(states: Tensor) -> Tensor:
         )
     u, v = states.unflatten(0, (-1, 2)).unbind(1)
     return torch.cat([u, v, (u - v).abs(), u * v], -1)
+
+
+def check_pairs(owner: str, items: Tensor) -> None:
+    """Rows 2i and 2i + 1 of what is compared are the two sentences of a pair."""
+    first, second = items[0::2], items[1::2]
+    if len(items) % 2 or (
+        checks.can_look() and not bool(((first % 2 == 0) & (second == first + 1)).all())
+    ):
+        raise ValueError(
+            f"{owner}: both sentences of a pair must have as many trees, in the same order. Use an "
+            "estimator that draws or chooses a tree, not one that sums over several, and no beam."
+        )
 
 
 def interleave(first: Tensor, second: Tensor) -> Tensor:
@@ -83,6 +96,9 @@ class PairByTree(TreeClassifier):
         )
         self.head = _head(hidden_size, classes, dropout)
 
+    def _check_items(self, items: Tensor) -> None:
+        check_pairs("PairByTree", items)
+
     def _logits(self, states: Tensor) -> Tensor:
         states = states if self.kind == "lstm" else self.encoder.hidden(states)
         return self.head(compare(states)).repeat_interleave(2, 0)
@@ -101,6 +117,9 @@ class PairByDependency(DependencyClassifier):
     def __init__(self, vocabulary: int, classes: int, *args: Any, **options: Any) -> None:
         super().__init__(vocabulary, classes, *args, **options)
         self.head = _head(self.head.in_features, classes, self.dropout.p)  # type: ignore[assignment]
+
+    def _check_items(self, items: Tensor) -> None:
+        check_pairs("PairByDependency", items)
 
     def _logits(self, states: Tensor) -> Tensor:
         return self.head(self.dropout(compare(states))).repeat_interleave(2, 0)

@@ -99,6 +99,9 @@ class StructuredAttention(nn.Module):
     ) -> Structure:
         """The structure over words x ``(B, n, d)``, for queries of one's own."""
         self._check(x, query)
+        if lengths is not None:  # NaN in the padding would reach the gradients of the layers
+            inside = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+            x = torch.where(inside[..., None], x, 0.0)
         modifier, alone = self.modifier(x), self.root(x).squeeze(-1)
         if self.kind == "chain":
             query = x.new_zeros(len(x), self.embed_dim) if query is None else query

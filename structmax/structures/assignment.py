@@ -359,6 +359,7 @@ class Assignment(TwoSided, DynamicStructure):
                 [0.2689, 0.7311]]), tensor([[9.9995e-01, 4.5398e-05],
                 [4.5398e-05, 9.9995e-01]]))
         """
+        temperature = checks.number("Assignment.sinkhorn", "temperature", temperature)
         if not 0 < temperature < math.inf:
             raise ValueError(
                 f"Assignment.sinkhorn: temperature must be a positive number, got {temperature}. "
