@@ -239,7 +239,10 @@ def _choose(structure: Structure, given: Any) -> tuple[dict[str, Estimator], dic
             {name: f"no {q}" if q else "not this structure" for name, q in lacks.items()},
         )
     if not isinstance(given, Mapping):
-        given = {e if isinstance(e, str) else repr(e): e for e in given}
+        names = [e if isinstance(e, str) else repr(e) for e in given]
+        again = [names[:i].count(name) for i, name in enumerate(names)]
+        names = [f"{name} #{k + 1}" if k else name for name, k in zip(names, again)]
+        given = dict(zip(names, given))
     return {k: by_name(e) if isinstance(e, str) else e for k, e in given.items()}, {}
 
 

@@ -60,9 +60,6 @@ class PPO(Reinforce):
         self._draws, self._left = Draws(*(t.detach() for t in draws)), self.updates - 1
         return super()._total(structure, draws)
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, clip={self.clip}, updates={self.updates}"
-
     def replay(self, new_structure: Structure) -> Tensor:
         """The loss ``(*batch)`` of a further update, at the stored draws and the new scores."""
         old = self._draws
@@ -77,8 +74,7 @@ class PPO(Reinforce):
                 f"{tuple(new_structure.batch_shape)}."
             )
         self._left -= 1
-        # e³⁰ is far beyond any clip, and infinite ratios would make gradients of 0 · ∞
-        ratio = (new_structure.log_prob(old.z) - old.log_prob).clamp(max=30.0).exp()
+        ratio = (new_structure.log_prob(old.z) - old.log_prob).clamp(max=30.0).exp()  # never ∞
         clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
         worst = torch.maximum(ratio * old.advantage, clipped * old.advantage) - old.advantage
         return regularized((old.costs + worst).mean(0), new_structure, self.entropy_weight)
