@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -290,3 +291,45 @@ def test_a_temperature_without_a_gradient() -> None:
     warm = torch.tensor(0.5, requires_grad=True)
     with pytest.raises(ValueError, match="temperature is a tensor that asks for a gradient"):
         sx.Assignment(torch.randn(3, 3)).sinkhorn(warm)
+
+
+def test_a_variable_twice_in_a_factor() -> None:
+    for twice in (True, False):
+        graph = sx.FactorGraph()
+        ids = graph.variables(torch.tensor([1.0, 0.5]))
+        graph.at_most_one(torch.stack([ids[0], ids[0] if twice else ids[1]]))
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            graph.marginals()
+        assert [str(w.message) for w in seen if "variable 0 occurs twice" in str(w.message)] == [
+            str(w.message) for w in seen
+        ] and len(seen) == twice
+
+
+@pytest.mark.filterwarnings("ignore:FactorGraph")
+def test_an_impossible_factor_is_nan() -> None:
+    graph = sx.FactorGraph()
+    ids = graph.variables(torch.randn(4))
+    graph.factor(sx.Choice(torch.full((4,), -torch.inf), validate_args=False), ids)
+    assert graph.marginals().values.isnan().all()
+
+
+def test_costs_that_torch_has_wrapped() -> None:
+    class Net(nn.Module):
+        def forward(self, z: Tensor, items: Tensor) -> Tensor:
+            return z[:, 0] + items
+
+    x, exact = torch.randn(3, 4), sx.estimators.ExactExpectation()
+    wanted = exact.loss(sx.Choice(x), Net())
+    for wrapped in (torch.compile(Net(), backend="eager"), nn.DataParallel(Net())):
+        torch.testing.assert_close(exact.loss(sx.Choice(x), wrapped), wanted)
+
+
+def test_small_things_that_are_said() -> None:
+    with pytest.raises(ValueError, match="divergence=True"):
+        sx.losses.SoftDTW(1.0, True)
+    imle = sx.estimators.IMLE(lam="adaptive").eval()
+    imle.look.update(torch.tensor([4.0]))
+    assert imle.look.alpha == 1
+    crf = torch_struct.DependencyCRF(torch.randn(2, 3, 3, 2))
+    assert crf.from_event(crf.argmax)[0].shape == (2, 3)

@@ -303,7 +303,8 @@ class DependencyCRF(StructDistribution):
 
     @staticmethod
     def from_parts(parts: Tensor) -> tuple[Tensor, None]:
-        """Heads ``(B, N)``, 0 in the padding, and None."""
+        """Heads ``(B, N)``, 0 in the padding, and None; labels are summed over."""
+        parts = parts.sum(-1) if parts.dim() == 4 else parts
         head = parts.argmax(-2)
         child = torch.arange(parts.shape[-1], device=parts.device)
         below = (head == child) | ~(parts != 0).any(-2)

@@ -59,7 +59,7 @@ class Lam(nn.Module):
     @torch.no_grad()
     def update(self, nonzeros: Tensor) -> None:
         """One step of α towards one non-zero difference for each item, on a running mean."""
-        if self.lam == "adaptive" and nonzeros.numel():
+        if self.training and self.lam == "adaptive" and nonzeros.numel():
             self.nonzeros = 0.9 * self.nonzeros + 0.1 * nonzeros.double().mean().to(self.nonzeros)
             towards = torch.where(self.nonzeros > 1, -STEP, STEP)
             self.alpha = (self.alpha + towards).clamp(min=STEP)

@@ -122,8 +122,12 @@ def refuse_nothing(estimator: Estimator, structure: Structure, best: Tensor) -> 
 
 
 def _required_arguments(cost: Callable[..., Any]) -> int:
-    """How many positional arguments a cost asks for."""
-    function = cost.forward if isinstance(cost, torch.nn.Module) else cost
+    """How many positional arguments a cost asks for, also one that torch has wrapped."""
+    inner: Any = cost
+    wrappers = torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel
+    while hasattr(inner, "_orig_mod") or isinstance(inner, wrappers):
+        inner = inner._orig_mod if hasattr(inner, "_orig_mod") else inner.module
+    function = inner.forward if isinstance(inner, torch.nn.Module) else inner
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     try:
         parameters = inspect.signature(function).parameters.values()

@@ -65,6 +65,11 @@ class SoftDTW(torch.nn.Module):
         band: int | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(omega, Smoothing | None):
+            raise ValueError(
+                f"SoftDTW: omega must be one of sx.Hard, sx.Shannon, sx.Gini, sx.Tsallis, got "
+                f"{omega!r}. What other libraries call normalize is divergence=True."
+            )
         if omega is not None and gamma != 1.0:
             raise ValueError(
                 f"SoftDTW: gamma={gamma} and omega={omega} exclude each other. Give gamma to omega."

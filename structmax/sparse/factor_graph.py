@@ -349,9 +349,10 @@ class FactorGraph:
         """P(variable is on), by sum-product belief propagation.
 
         Exact where the graph is a tree and there are enough rounds for news to cross it. In a graph
-        with loops an approximation that need not settle; ``damping`` (0 to below 1) keeps that
-        part of the old messages. Gradients flow through the rounds that were made. Warns where the
-        messages are not at rest after them.
+        with loops, as where a variable occurs twice in a factor, an approximation that need not
+        settle; ``damping`` (0 to below 1) keeps that part of the old messages. Gradients flow
+        through the rounds that were made. Warns where the messages are not at rest after them, and
+        of a variable that occurs twice in a factor.
         """
         _check_steps("marginals", rounds, tol, "rounds")
         if not 0 <= damping < 1:
@@ -365,6 +366,7 @@ class FactorGraph:
                     "FactorGraph.marginals: belief propagation is over Gibbs distributions, so "
                     f"every factor needs sx.Shannon(1.0), got {factor.structure}."
                 )
+            _warn_twice(factor)
         problem, _ = self._problem("marginals")
         answer = problem.propagate(rounds, damping, tol, self._scores[0].dtype)
         _warn_apart("marginals", answer, tol)
@@ -488,6 +490,27 @@ def _check_steps(query: str, steps: Any, tol: Any, name: str = "max_iter") -> No
         raise ValueError(f"FactorGraph.{query}: {name} must be at least 1, got {steps}.")
     if not tol >= 0:
         raise ValueError(f"FactorGraph.{query}: tol must not be negative, got {tol}.")
+
+
+def _warn_twice(factor: Factor) -> None:
+    """Says so if one of the factors has a variable more than once."""
+    if not checks.can_look():
+        return
+    structure = factor.structure
+    usable = structure._usable_parts().expand(*structure.batch_shape, *structure.event_shape)
+    parts = structure.event_shape.numel()
+    rows = factor.ids.reshape(-1, parts)
+    usable = usable.reshape(-1, len(rows), parts).any(0)
+    fresh = -1 - torch.arange(parts, device=rows.device)  # of no variable
+    rows = torch.where(usable, torch.where(rows < 0, ~rows, rows), fresh).sort(-1).values
+    again = rows[:, 1:][rows[:, 1:] == rows[:, :-1]]
+    if len(again):
+        warnings.warn(
+            f"FactorGraph.marginals: variable {int(again[0])} occurs twice in a factor. That is a "
+            "loop, so the answer is an approximation.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _warn_apart(query: str, answer: GraphResult, tol: float) -> None:

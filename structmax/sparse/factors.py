@@ -55,13 +55,14 @@ class Factor:
     def log_odds(self, scores: Tensor) -> Tensor:
         """log p/(1 − p) of the parts under the Gibbs distribution, in float64."""
         structure = self._at(scores)
-        p = structure.marginals().double()
+        given = p = structure.marginals().double()
         usable = structure._usable_parts() & (structure.primary.detach() > -math.inf)
         sharp = usable & ((p.detach() > 1 - 1e-6) | (p.detach() < 1e-290))
         p = torch.where(usable & ~sharp, p, 0.5)
         odds = torch.where(usable, p.log() - (1 - p).log(), -HARD)
         if bool(sharp.any()):
             odds = odds.masked_scatter(sharp, _sharp_odds(structure, sharp))
+        odds = torch.where(given.isnan(), given, odds)  # of an item without a structure
         return odds.reshape(scores.shape)
 
     def judge(self, scores: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
