@@ -213,7 +213,7 @@ def show(
         if (html or svg) and (drawn := answer_svg(found)) is not None:
             pictures.append((found["text"], drawn))
     if (html or svg) and not pictures:
-        what = "what this task predicts" if lines else f"{file}: it has no lines"
+        what = "what this task predicts" if lines else "no lines"
         raise UserError(f"there is nothing to draw in {what}.")
     with as_user_error():
         if html:

@@ -99,9 +99,18 @@ class StructuredAttention(nn.Module):
     ) -> Structure:
         """The structure over words x ``(B, n, d)``, for queries of one's own."""
         self._check(x, query)
-        if lengths is not None:  # NaN in the padding would reach the gradients of the layers
-            inside = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
-            x = torch.where(inside[..., None], x, 0.0)
+        # NaN in the padding would reach the gradients of the layers
+        return self._structure(self._inside(x, lengths)[0], lengths, query)
+
+    def _inside(self, x: Tensor, lengths: Any) -> tuple[Tensor, Tensor | None]:
+        """The words with 0 in the padding, and where there is none."""
+        if lengths is None:
+            return x, None
+        lengths = torch.as_tensor(lengths, device=x.device)
+        inside = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+        return torch.where(inside[..., None], x, 0.0), inside
+
+    def _structure(self, x: Tensor, lengths: Tensor | None, query: Tensor | None) -> Structure:
         modifier, alone = self.modifier(x), self.root(x).squeeze(-1)
         if self.kind == "chain":
             query = x.new_zeros(len(x), self.embed_dim) if query is None else query
@@ -130,12 +139,8 @@ class StructuredAttention(nn.Module):
                 the tree ``(B, n+1, n+1)``
         """
         self._check(x, query)
-        inside = None
-        if lengths is not None:
-            lengths = torch.as_tensor(lengths, device=x.device)
-            inside = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
-            x = torch.where(inside[..., None], x, 0.0)
-        z = self.estimator(self.structure(x, lengths, query))
+        x, inside = self._inside(x, lengths)
+        z = self.estimator(self._structure(x, lengths, query))
         if self.kind == "chain":
             weights = z[..., 1]
             output = (weights[..., None, :] @ x).squeeze(-2)

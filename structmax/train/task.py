@@ -14,6 +14,7 @@ from structmax.train.distributed import Workers
 from structmax.train.metrics import Ratio
 
 Measures = Mapping[str, Ratio | Bleu | float]
+"""What ``Task.evaluate`` finds, by name."""
 
 
 class Splits(NamedTuple):
