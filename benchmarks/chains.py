@@ -37,7 +37,6 @@ def chain(device: torch.device, batch: int, n: int, c: int, backward: bool = Tru
 
     scores = [unary, transition]
 
-    @torch.no_grad()
     def run(validate_args: bool | None = None, scores: list[Tensor] = scores) -> Answer:
         structure = sx.LinearChain(*scores, validate_args=validate_args)
         mu = structure.marginals() if backward else None

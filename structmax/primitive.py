@@ -91,6 +91,11 @@ def direct(op: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor.to(dtype)``, for which torch takes a microsecond even if there is nothing to do."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
 def is_transforming(tensors: Tensors) -> bool:
     """Whether autograd or a ``torch.func`` transform watches these tensors."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -145,11 +150,11 @@ class Primitive:
             scores: Tensors, constants: Tensors, key: str, omega: Omega
         ) -> list[Tensor]:
             batch = self._batch(scores)
-            flat = self._flat(scores, score_dims), self._flat(constants, constant_dims)
             run = self._naive_gradient if backend(scores[0]) == "naive" else gradient
+            if len(batch) == 1:  # which is what the functions know
+                return list(run(scores, constants, key, omega))
+            flat = self._flat(scores, score_dims), self._flat(constants, constant_dims)
             a, *mu = run(*flat, key, omega)
-            if len(batch) == 1:  # one batch dimension is what the functions know
-                return [a, *mu]
             pairs = zip(mu, scores, strict=True)
             return [a.reshape(batch), *(m.reshape(s.shape) for m, s in pairs)]
 

@@ -34,13 +34,14 @@ class Compiled:
         self.kernel = kernel
 
     def __getitem__(self, grid: Any) -> Any:
-        return lambda *args: self.kernel.ran.append((grid, args))
+        return lambda *args, stream: self.kernel.ran.append((grid, args))
 
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(launch.triton, "JITFunction", Kernel)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     return Kernel()
 
 
@@ -78,6 +79,44 @@ def test_what_is_kept_is_bounded(kernel: Kernel, monkeypatch: pytest.MonkeyPatch
     for n in range(100):
         quick[(1,)](x, n, scale=0.5, SIZE=16)
         assert len(quick.kept) <= 10
+
+
+def test_functions_repeat_their_launches(kernel: Kernel) -> None:
+    quick, calls = launch.quick(kernel), []
+
+    @launch.Repeated
+    def twice(x: torch.Tensor, y: torch.Tensor) -> None:
+        calls.append((x, y))
+        quick[(len(x),)](x, len(x), scale=0.5, SIZE=16)
+        quick[(2, 3)](y, 7, SIZE=16, scale=0.5)
+
+    for n in (4, 5):
+        twice(n, torch.zeros(n), torch.zeros(64))
+    for n in (5, 4):
+        x, y = torch.zeros(n), torch.zeros(64)
+        twice(n, x, y)
+        first, second = (x.data_ptr(), n, 0.5, 16), (y.data_ptr(), 7, 0.5, 16)
+        assert kernel.ran[-2:] == [((n, 1, 1), first), ((2, 3, 1), second)]
+    assert len(calls) == 2  # once for each key
+    twice(4, x, y[1:])  # not aligned: compiled otherwise
+    assert len(calls) == 3
+    twice(4, x, x)  # one tensor in both places
+    assert kernel.ran[-1][1][0] == kernel.ran[-2][1][0] == x.data_ptr()
+    kept = [arg for launches in twice.kept.values() for _, args, _ in launches for arg in args]
+    assert not any(isinstance(arg, torch.Tensor) for arg in kept)  # it would stay alive
+
+
+def test_what_is_written_down_is_forgotten(kernel: Kernel) -> None:
+    quick = launch.quick(kernel)
+
+    @launch.Repeated
+    def fails(x: torch.Tensor) -> None:
+        quick[(1,)](x, 1, scale=0.5, SIZE=16)
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fails(0, torch.zeros(4))
+    assert not fails.kept and launch._notes.launches is None
 
 
 def test_interpreted_kernels_stay_as_they_are() -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -210,6 +212,68 @@ def test_the_first_query_looks_at_the_scores(query: str, bad: float) -> None:
                 assert f"{name} is {bad}" in str(caught.value)
             with pytest.raises(ValueError, match="lengths must be between 1 and 3"):
                 sx.DependencyTree(scores, torch.tensor([1, 4], device=DEVICE))
+
+
+def with_projective(root: str, siblings: bool = False) -> Callable[[Tensor], sx.Structure]:
+    def make(scores: Tensor) -> sx.Structure:
+        extra = scores.new_zeros(*scores.shape[:3], 4) if siblings else None
+        return sx.DependencyTree(scores, projective=True, root=root, siblings=extra)
+
+    return make
+
+
+TREES = {  # how to make it of (2, 4, 4) or (2, 4, 4, 2), a structure, where it has parts
+    "binary": (sx.BinaryTree, [(0, 0), (0, 1), (0, 3), (1, 1), (2, 2), (2, 3), (3, 3)], "upper"),
+    "single": (with_projective("single"), [0, 1, 2], "arcs"),
+    "multi": (with_projective("multi"), [0, 1, 2], "arcs"),
+    "siblings": (with_projective("single", siblings=True), [0, 1, 2], "arcs"),
+}
+
+
+@pytest.mark.parametrize("bad", [nan, inf])
+@pytest.mark.parametrize("query", FIRST)
+@pytest.mark.parametrize("kind", TREES)
+def test_the_first_query_of_a_chart_looks(kind: str, query: str, bad: float) -> None:
+    make_tree, human, where = TREES[kind]
+    for labels in ((), (2,)):
+        scores = torch.randn(2, 4, 4, *labels).to(DEVICE)
+        z: Any = [(*part, 0) if where == "upper" else (part, 0) for part in human]
+        scores[(1, 0, 2, *(0,) * len(labels))] = bad
+        name = "scores[1, 0, 2, 0]" if labels else "scores[1, 0, 2]"
+        with sx.backend("gpu"):
+            tree = make_tree(scores)
+            for _ in range(2):
+                with pytest.raises(ValueError) as caught:
+                    FIRST[query](tree, [z, z] if labels else [human, human])
+                assert f"{name} is {bad}" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", TREES)
+def test_a_bad_score_anywhere_shows_in_the_value(kind: str) -> None:
+    """Which is what the first query relies on; beside forbidden parts, too."""
+    make_tree, _, where = TREES[kind]
+    at = torch.arange(4)
+    parts = at[:, None] <= at if where == "upper" else (at > 0) & (at[:, None] != at)
+    for labels in ((), (2,)):
+        cells = parts[..., None].expand(4, 4, *labels) if labels else parts
+        scores = torch.randn(2 * int(cells.sum()), 4, 4, *labels)
+        scores[torch.rand_like(scores) < 0.2] = -inf
+        for bad, half in zip((nan, inf), scores.chunk(2), strict=True):
+            for item, cell in zip(half, cells.nonzero().tolist(), strict=True):
+                item[tuple(cell)] = bad
+        with sx.backend("gpu"):
+            tree = make_tree(scores.to(DEVICE))
+            tree._unseen = False
+            assert not bool(tree.log_partition().isfinite().any())
+
+
+def test_a_maximum_does_not_show_a_bad_score() -> None:
+    scores = torch.zeros(4, 4, device=DEVICE)
+    scores[0, 2] = nan
+    with sx.backend("gpu"):
+        for smoothing in (sx.Hard(), sx.Gini(), sx.Tsallis(alpha=1.5)):
+            with pytest.raises(ValueError, match=r"scores\[0, 2\] is nan"):
+                sx.BinaryTree(scores, smoothing=smoothing).log_partition()
 
 
 def test_looking_at_values_only() -> None:

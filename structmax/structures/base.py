@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from structmax.sparse.result import SparseMAPResult
 
 
+_USUAL = Shannon()
+
+
 class TopK(NamedTuple):
     """The k best structures: z ``(*batch, k, *parts)``, scores and existence ``(*batch, k)``.
 
@@ -129,7 +132,7 @@ class Structure(Distribution):
         smoothing: Smoothing | None,
         validate_args: bool | None,
     ) -> None:
-        self.smoothing = Shannon() if smoothing is None else smoothing
+        self.smoothing = _USUAL if smoothing is None else smoothing
         if not isinstance(self.smoothing, Smoothing):
             raise ValueError(
                 f"{self._name}: smoothing must be one of sx.Hard, sx.Shannon, sx.Gini, sx.Tsallis, "

@@ -62,6 +62,7 @@ class BinaryTree(PackedSquare):
 
     Time is O(n³) (Cocke-Kasami-Younger), memory for each item O(n²). Below the diagonal and
     outside the length, scores are not looked at.
+    On a GPU it is the first query that finds NaN or +inf in the scores.
     Human form: the sorted spans, ``(i, j)`` or ``(i, j, label)``. Integer form: the same as a
     tensor ``(*B, 2n−1, 2)`` or ``(*B, 2n−1, 3)``, rows of −1 in the padding.
 
@@ -99,7 +100,7 @@ class BinaryTree(PackedSquare):
     ) -> None:
         super().__init__(scores, lengths, labelled, smoothing, validate_args)
         if self._validate_args and checks.can_look():
-            self._check_values()
+            self._first_look()
 
     # -- the graph --------------------------------------------------------------------------------
 

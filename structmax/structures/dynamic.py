@@ -77,13 +77,17 @@ class DynamicStructure(PartStructure):
 
     # -- value and gradient -----------------------------------------------------------------------
 
+    def _theta(self) -> Tensor:
+        """The forest's scores ``(*batch, P)`` for A and its gradient."""
+        return self._pack(self._parts())
+
     def _value(self) -> Tensor:
         args = (self._goal(),), self._forest_key(), self.smoothing.code
-        return ops.forest.value((self._pack(self._parts()),), *args)
+        return ops.forest.value((self._theta(),), *args)
 
     def _value_and_gradient(self) -> tuple[Tensor, tuple[Tensor, ...]]:
         args = (self._goal(),), self._forest_key(), self.smoothing.code
-        value, mu = ops.forest.value_and_gradient((self._pack(self._parts()),), *args)
+        value, mu = ops.forest.value_and_gradient((self._theta(),), *args)
         return value, self._unpack(mu)
 
     # -- discrete queries -------------------------------------------------------------------------

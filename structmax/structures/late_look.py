@@ -54,6 +54,11 @@ class LateLook(OneSided, PartStructure):
             self._look()
         return finite
 
+    def log_partition(self) -> Tensor:
+        value = super().log_partition()
+        self._finite(value)
+        return value
+
     def _refuse_infeasible(self, query: str, value: Tensor, answer: Tensor) -> Tensor:
         return answer if self._finite(value) else super()._refuse_infeasible(query, value, answer)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from structmax import checks
 from structmax.forest.chain import ops as dense
 from structmax.forest.topology import Forest, ForestBuilder, bucket, family, name_of
-from structmax.primitive import Primitive
+from structmax.primitive import Primitive, as_dtype
 from structmax.smoothing import Smoothing
 from structmax.structures.base import Structure
 from structmax.structures.dynamic import DynamicStructure
@@ -226,12 +226,12 @@ class LinearChain(LateLook, DynamicStructure):
         given."""
         n, c = self.event_shape
         dtype = self._dtype_inside()
-        unary = _over(self.unary.to(dtype), (*self.batch_shape, n, c))
+        unary = _over(as_dtype(self.unary, dtype), (*self.batch_shape, n, c))
         if not self._lengths_are_good:
             unary = (
                 unary + torch.where(self._bad_lengths(), math.nan, 0.0).to(dtype)[..., None, None]
             )
-        transition = self.transition if half else self.transition.to(dtype)
+        transition = self.transition if half else as_dtype(self.transition, dtype)
         if not self._steps_given:
             transition = transition.unsqueeze(-3)
         return unary, _over(transition, (*self.batch_shape, *transition.shape[-3:]))
@@ -345,11 +345,6 @@ class LinearChain(LateLook, DynamicStructure):
         law, args = self._law()
         value, *mu = law.value_and_gradient(*args)
         return value, tuple(mu[:2])
-
-    def log_partition(self) -> Tensor:
-        value = super().log_partition()
-        self._finite(value)
-        return value
 
     def _viterbi(self) -> tuple[Tensor, Tensor]:
         best, tags = dense.best_tags(*[p.detach() for p in self._dense_parts()], self._lengths())

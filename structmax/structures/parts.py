@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from structmax import checks
-from structmax.primitive import backend_for, is_plain, is_transforming
+from structmax.primitive import as_dtype, backend_for, is_plain, is_transforming
 from structmax.smoothing import SHANNON
 from structmax.structures.base import Ranked, Structure, TopK, dot
 
@@ -171,11 +171,11 @@ class PartStructure(Structure):
             return answer
         # 0 · value is NaN for −inf, and for the NaN or +inf of scores not looked at: one launch
         value = value[(..., *[None] * (answer.dim() - value.dim()))]
-        return torch.add(answer, value, alpha=0).to(answer.dtype)
+        return as_dtype(torch.add(answer, value, alpha=0), answer.dtype)
 
     def marginals(self) -> Tensor:
         value, mu = self._cached(1)
-        return self._refuse_infeasible("marginals", value, mu[0]).to(self.dtype)
+        return as_dtype(self._refuse_infeasible("marginals", value, mu[0]), self.dtype)
 
     # -- discrete queries -------------------------------------------------------------------------
 

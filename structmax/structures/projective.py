@@ -148,7 +148,8 @@ class ProjectiveTree(DependencyTree, PackedSquare):
         left[i+1,j] ─[i,i,j]─► arc[i→j] ◄─[i,k,j]─ arc[i→k] + gap[k,j]      (←: mirrored)
 
     and labels, if any, by edges into a second node of the arc. In a single root's graph [0,0,r] is
-    on the edges of the goal. Time is O(n³), memory for each item O(n²), with siblings O(n³).
+    on the edges of the goal. Time is O(n³), memory for each item O(n²), with siblings O(n³). On a
+    GPU it is the first query that finds NaN or +inf in the scores.
     """
 
     # -- the graph --------------------------------------------------------------------------------
@@ -181,8 +182,8 @@ class ProjectiveTree(DependencyTree, PackedSquare):
             return 3 * n - (self.root == "single")
         return 2 * n + (n - (self.root == "single")) * self._inner
 
-    def _parts(self) -> tuple[Tensor, ...]:
-        parts = super()._parts()
+    def _given(self) -> tuple[Tensor, ...]:
+        parts = super()._given()
         return parts if self.siblings is None else (*parts, self._in_dtype(self.siblings, 3))
 
     def _pack(self, parts: Any) -> Tensor:

@@ -19,6 +19,7 @@ from structmax.primitive import is_transforming
 from structmax.smoothing import Smoothing
 from structmax.structures.base import Structure
 from structmax.structures.dynamic import DynamicStructure
+from structmax.structures.late_look import LateLook
 from structmax.structures.lengths import OneSided, full
 from structmax.structures.parts import PartStructure
 
@@ -181,7 +182,7 @@ class SquareStructure(OneSided, PartStructure):
         return every.expand(-1, *self.batch_shape, *self.event_shape) if expand else every
 
 
-class PackedSquare(SquareStructure, DynamicStructure):
+class PackedSquare(LateLook, SquareStructure, DynamicStructure):
     """A square structure on the forest engine.
 
     The forest's parts are the cells in an order in which those of a shorter item come first:
@@ -225,6 +226,18 @@ class PackedSquare(SquareStructure, DynamicStructure):
 
     def _width(self) -> int:
         return self._count(self._longest) * max(self._labels, 1)
+
+    def _given(self) -> tuple[Tensor, ...]:
+        """``_parts``, which nobody may have looked at."""
+        return super()._parts()
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        self._look()
+        return self._given()
+
+    def _theta(self) -> Tensor:
+        # a sum of all shows whether they are good; a maximum may pass over a NaN
+        return self._pack(self._given() if self._is_gibbs else self._parts())
 
     def _pack(self, parts: Any) -> Tensor:
         batch, n = len(self.batch_shape), self._longest

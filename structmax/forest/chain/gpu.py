@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from structmax.launch import quick
+from structmax.launch import quick, repeated
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -509,12 +509,11 @@ def _less_tags(
 
 def value(unary: Tensor, transition: Tensor, lengths: Tensor, wide: bool = False) -> Tensor:
     """A ``(B)``; in float64 if ``wide``."""
-    batch, n, c = unary.shape
-    a = unary.new_empty(batch, dtype=torch.float64 if wide else None)
+    unary, transition = _near(unary, 1), _near(transition, 2)
+    a, scratch, peaks = _outputs(unary, wide)
     with torch.cuda.device_of(unary):
-        _, scratch, peaks, options = _run_inward(unary, transition, lengths, False)
-        _total[(batch,)](
-            lengths, lengths.stride(0), a, scratch, peaks, n, c, C=options["C"], num_warps=1
+        _launch_value(
+            _kind(unary, transition, lengths, wide), unary, transition, lengths, a, scratch, peaks
         )
     return a
 
@@ -523,17 +522,61 @@ def gradient(
     unary: Tensor, transition: Tensor, lengths: Tensor, wide: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A ``(B)``, in float64 if ``wide``, μ_unary ``(B, n, c)``, μ_transition ``(B, s, c, c)``."""
-    batch, steps, c, _ = transition.shape
-    a = unary.new_empty(batch, dtype=torch.float64 if wide else None)
+    unary, transition = _near(unary, 1), _near(transition, 2)
+    shared = transition.shape[1] == 1
+    a, scratch, peaks = _outputs(unary, wide)
     mu = unary.new_empty(unary.shape)
-    edges = unary.new_empty((2 if steps == 1 else 1, *transition.shape))
+    edges = unary.new_empty((2, *transition.shape) if shared else transition.shape)
     with torch.cuda.device_of(unary):
-        scores, scratch, peaks, options = _run_inward(unary, transition, lengths, True)
-        _outward[(batch, 2)](
-            *scores, a, mu, edges, scratch, peaks,
-            unary.shape[1], steps, c, **options,
+        _launch_gradient(
+            _kind(unary, transition, lengths, wide),
+            unary, transition, lengths, a, scratch, peaks, mu, edges,
         )  # fmt: skip
-    return a, mu, edges[0].add_(edges[1]) if steps == 1 else edges[0]
+    return a, mu, edges[0].add_(edges[1]) if shared else edges
+
+
+def _outputs(unary: Tensor, wide: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for A and for S and K of phase 1."""
+    batch, n, c = unary.shape
+    a = unary.new_empty(batch, dtype=torch.float64 if wide else None)
+    scratch = unary.new_empty((batch, n + 1, c))
+    return a, scratch, unary.new_empty((batch, 2, n + 1), dtype=torch.float64)
+
+
+def _kind(unary: Tensor, transition: Tensor, lengths: Tensor, wide: bool) -> tuple[object, ...]:
+    """What decides how the next two launch their kernels."""
+    return (
+        unary.shape, unary.stride(), unary.dtype,
+        transition.shape, transition.stride(), transition.dtype,
+        lengths.stride(), lengths.dtype, wide,
+    )  # fmt: skip
+
+
+@repeated
+def _launch_value(
+    unary: Tensor, transition: Tensor, lengths: Tensor, a: Tensor, scratch: Tensor, peaks: Tensor
+) -> None:
+    batch, n, c = unary.shape
+    options = _options(unary, transition, both=True)
+    scores = _scores(unary, transition, lengths)
+    _inward[(batch, 2)](*scores, scratch, peaks, n, c, GRADIENT=False, **options)
+    _total[(batch,)](
+        lengths, lengths.stride(0), a, scratch, peaks, n, c, C=options["C"], num_warps=1
+    )
+
+
+@repeated
+def _launch_gradient(
+    unary: Tensor, transition: Tensor, lengths: Tensor,
+    a: Tensor, scratch: Tensor, peaks: Tensor, mu: Tensor, edges: Tensor,
+) -> None:  # fmt: skip
+    batch, n, c = unary.shape
+    options = _options(unary, transition, both=True)
+    scores = _scores(unary, transition, lengths)
+    _inward[(batch, 2)](*scores, scratch, peaks, n, c, GRADIENT=True, **options)
+    _outward[(batch, 2)](
+        *scores, a, mu, edges, scratch, peaks, n, transition.shape[1], c, **options
+    )
 
 
 def less_tags(
@@ -590,21 +633,6 @@ def argmax(unary: Tensor, transition: Tensor, lengths: Tensor) -> tuple[Tensor, 
     return best, tags
 
 
-def _run_inward(
-    unary: Tensor, transition: Tensor, lengths: Tensor, gradient: bool
-) -> tuple[tuple[object, ...], Tensor, Tensor, dict[str, int]]:
-    """Runs phase 1. Returns what phase 2 needs: leading arguments, scratch S and K, options."""
-    batch, n, c = unary.shape
-    scratch = unary.new_empty((batch, n + 1, c))
-    peaks = unary.new_empty((batch, 2, n + 1), dtype=torch.float64)
-    options = _options(unary, transition)
-    if options["C"] == 64 and not options["SHARED"] and unary.dtype == torch.float32:
-        options["num_warps"] = 2  # measured for these two kernels only
-    scores = _scores(unary, transition, lengths)
-    _inward[(batch, 2)](*scores, scratch, peaks, n, c, GRADIENT=gradient, **options)
-    return scores, scratch, peaks, options
-
-
 def _scores(unary: Tensor, transition: Tensor, lengths: Tensor) -> tuple[object, ...]:
     """The leading arguments of every kernel."""
     unary, transition = _near(unary, 1), _near(transition, 2)
@@ -613,20 +641,24 @@ def _scores(unary: Tensor, transition: Tensor, lengths: Tensor) -> tuple[object,
 
 def _near(scores: Tensor, dims: int) -> Tensor:
     """Scores whose offsets within a row or a tile fit into 32 bits, as the kernels assume."""
-    reach = max(scores.stride()[-dims:]) * scores.shape[-1]
-    return scores if reach < 2**30 else scores.contiguous()
+    if scores.is_contiguous() or max(scores.stride()[-dims:]) * scores.shape[-1] < 2**30:
+        return scores
+    return scores.contiguous()
 
 
-def _options(unary: Tensor, transition: Tensor) -> dict[str, int]:
-    """How to compile for these scores. Warps and stages were measured on an H200."""
-    c = unary.shape[-1]
+def _options(unary: Tensor, transition: Tensor, both: bool = False) -> dict[str, int]:
+    """How to compile for these scores; ``both``: phases 1 and 2. Warps and stages were measured on
+    an H200."""
+    c, size, shared = unary.shape[-1], unary.dtype.itemsize, transition.shape[1] == 1
     padded = max(8, triton.next_power_of_2(c))
-    size = unary.dtype.itemsize
     tile = padded * padded * size  # bytes
+    warps = min(2 * size, max(1, tile // 4096))
+    if both and padded == 64 and not shared and size == 4:
+        warps = 2
     return {
         "C": padded,
         "EVEN": padded == c,
-        "SHARED": transition.shape[1] == 1,
+        "SHARED": shared,
         "STAGES": 3 if tile <= 32768 else 1,  # two tiles on their way
-        "num_warps": min(2 * size, max(1, tile // 4096)),
+        "num_warps": warps,
     }
