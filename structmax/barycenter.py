@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from structmax import checks
+from structmax.primitive import recordable, recording
 
 if TYPE_CHECKING:
     from structmax.losses.soft_dtw import SoftDTW
 
 
+@recording()
 def barycenter(
     series: Tensor | Sequence[Tensor],
     weights: Tensor | Sequence[float] | None = None,
@@ -51,7 +53,7 @@ def barycenter(
     from structmax.losses.soft_dtw import SoftDTW  # most who import structmax do without
 
     loss = SoftDTW() if loss is None else loss
-    batch, sizes = _stack(series, lengths)
+    batch, sizes = map(recordable, _stack(series, lengths))
     k, _, d = batch.shape
     if weights is None:
         weights = torch.full((k,), 1 / k)
@@ -61,7 +63,7 @@ def barycenter(
             f"barycenter: weights must be ({k},) and not negative, got {tuple(weights.shape)} "
             f"with a least of {float(weights.min()) if weights.numel() else None}."
         )
-    weights = weights.to(batch)
+    weights = recordable(weights.to(batch))
     if length is not None and checks.index("barycenter", "length", length) < 1:
         raise ValueError(f"barycenter: length must be at least 1, got {length}.")
     if init is None:
@@ -77,12 +79,11 @@ def barycenter(
     own = (weights * plain(batch, batch, (sizes, sizes))).sum() if loss.divergence else 0.0
 
     def objective(flat: NDArray) -> tuple[float, NDArray]:
-        with torch.enable_grad():
-            z = torch.from_numpy(flat).reshape(shape).to(batch.device).requires_grad_()
-            total = (weights * plain(z.expand(k, *shape), batch, (whole, sizes))).sum()
-            if loss.divergence:
-                total = total - (weights.sum() * plain(z, z) + own) / 2
-            (slope,) = torch.autograd.grad(total, z)
+        z = torch.from_numpy(flat).reshape(shape).to(batch.device).requires_grad_()
+        total = (weights * plain(z.expand(k, *shape), batch, (whole, sizes))).sum()
+        if loss.divergence:
+            total = total - (weights.sum() * plain(z, z) + own) / 2
+        (slope,) = torch.autograd.grad(total, z)
         return total.item(), slope.reshape(-1).cpu().numpy()
 
     from scipy.optimize import minimize  # slow to import
@@ -121,7 +122,7 @@ def _stack(series: Tensor | Sequence[Tensor], lengths: Tensor | None) -> tuple[T
     if sizes.shape != (k,):
         raise ValueError(f"barycenter: lengths must be ({k},), got {tuple(sizes.shape)}.")
     checks.between("barycenter", "", {"lengths": (sizes, 1, n)})
-    return series.detach().double(), sizes.to(series.device)
+    return series.double(), sizes.to(series.device)
 
 
 def _refuse(total: float, losses: Tensor, loss: SoftDTW) -> None:

@@ -23,6 +23,7 @@ from structmax.train import run as runs
 from structmax.train import tasks
 from structmax.train.config import TrainConfig, from_dict, read_toml, types_of
 from structmax.train.errors import UserError, as_user_error, near
+from structmax.train.metrics import to_json
 from structmax.train.signals import Stopped
 
 app = typer.Typer(
@@ -79,7 +80,7 @@ def _train(name: str, run: Path, config: Path | None, start: str, changes: dict[
     with workers(settings.device) as crew:
         result = task.fit(settings, run, resume, crew)
         if crew.first:
-            typer.echo(json.dumps(result, indent=1))
+            typer.echo(to_json(result, indent=1))
 
 
 def _train_command(name: str) -> Callable[..., None]:
@@ -165,7 +166,7 @@ def evaluate(
         found = measure(trained.task, trained.model, examples, trained.config, crew)
         if crew.first:
             result = {"task": trained.task.name, "step": trained.step, "split": split, **found}
-            typer.echo(json.dumps(result, indent=1))
+            typer.echo(to_json(result, indent=1))
 
 
 @app.command()

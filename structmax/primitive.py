@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._functorch.utils import unwrap_dead_wrappers
 
 import structmax.threads  # noqa: F401  it must see every fork
@@ -276,6 +277,19 @@ def recording() -> Iterator[None]:
 def recordable(tensor: Tensor) -> Tensor:
     """The same values detached; of an inference tensor autograd takes nothing but a copy."""
     return tensor.clone() if tensor.is_inference() else tensor.detach()
+
+
+def on_host(tensor: Tensor, what: str = "a tensor") -> np.ndarray:
+    """The values of a tensor, also inside ``torch.func.grad``, whose tensors have no storage."""
+    while torch._C._functorch.is_gradtrackingtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    if torch._C._functorch.is_batchedtensor(tensor):
+        raise ValueError(
+            f"{what} cannot be mapped by torch.func.vmap, since it is read on the host. Give it as "
+            "a batch."
+        )
+    with temporarily_clear_interpreter_stack():  # else detach would wrap it again
+        return tensor.detach().cpu().numpy()
 
 
 def flatten_batch(tensor: Tensor, event_dim: int) -> Tensor:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from structmax.primitive import on_host
+
 SHIFT, REDUCE = 0, 1
 
 Forms = tuple[np.ndarray, np.ndarray]
@@ -95,8 +97,7 @@ def from_spans(spans: Any, lengths: Any) -> Forms:
 def array(given: Any) -> np.ndarray:
     """Tensors, lists and arrays as arrays."""
     if isinstance(given, Tensor):
-        given = given.detach().cpu()
-        given = given.float() if given.dtype == torch.bfloat16 else given  # numpy has none
+        return on_host(given.float() if given.dtype == torch.bfloat16 else given)  # numpy has none
     return np.asarray(given)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from structmax.nn.levels import Levels, on
+from structmax.primitive import on_host
 
 
 class ChildSumTreeLSTM(nn.Module):
@@ -99,7 +100,8 @@ def dependency_levels(
 
     Heads that are no tree are an error.
     """
-    (b, n), sizes, given = heads.shape, lengths.cpu().numpy(), heads.cpu().numpy()
+    (b, n), given = heads.shape, on_host(heads, f"{owner}: heads")
+    sizes = on_host(lengths, f"{owner}: lengths")
     bad = (sizes < 1) | (sizes > n)
     if bad.any():
         i = bad.argmax()

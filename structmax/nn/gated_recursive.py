@@ -121,6 +121,11 @@ class _Levels(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        with torch.autocast(grad.device.type, enabled=False):  # the forward pass has none either
+            return _Levels._gradients(ctx, grad)
+
+    @staticmethod
+    def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, h, o, z, w1, w2, gain, shift = ctx.saved_tensors
         grad, count, d = grad.clone(), ctx.count, z.shape[1]
         g_outer, g_inner = torch.empty_like(o), torch.empty_like(h)

@@ -75,6 +75,7 @@ class _Table:
     def __init__(self, data: Tensor) -> None:
         self.data = data
         self._grad: Tensor | None = None
+        self._pass = -1  # the number of the backward pass that it belongs to
 
     def reserve(self, used: int, more: int) -> None:
         if used + more > len(self.data):
@@ -84,8 +85,9 @@ class _Table:
 
     def gradients(self) -> Tensor:
         """The gradient of the rows in this backward pass; forgotten at its end."""
-        if self._grad is None:
-            self._grad = torch.zeros_like(self.data)
+        now = torch._C._current_graph_task_id()
+        if self._grad is None or self._pass != now:  # one that raised has left its own behind
+            self._grad, self._pass = torch.zeros_like(self.data), now
 
             def forget() -> None:
                 self._grad = None

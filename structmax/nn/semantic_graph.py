@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from structmax import checks
 from structmax.nn.biaffine import Biaffine
 from structmax.nn.leaf_lstm import LeafLSTM
 from structmax.structures.dependency_tree import DependencyTree
@@ -126,7 +127,9 @@ class SemanticGraph(nn.Module):
         if heads is None:
             raise ValueError("SemanticGraph: the tree must be given, as heads=.")
         at = torch.arange(x.shape[1], device=x.device)
-        z = (heads[:, None] == at[:, None]) & (at[1:] <= lengths[:, None])[:, None]
+        inside = at[1:] <= lengths[:, None]
+        _refuse_other_heads(heads, lengths, inside)
+        z = (heads[:, None] == at[:, None]) & inside[:, None]
         return nn.functional.pad(z, (1, 0)).to(x.dtype)
 
     def _parse(self, words: Tensor, lengths: Tensor) -> tuple[Tensor, DependencyTree]:
@@ -137,3 +140,19 @@ class SemanticGraph(nn.Module):
 
     def _with_root(self, root: Tensor, states: Tensor) -> Tensor:
         return torch.cat([root.expand(len(states), 1, -1), states], 1)
+
+
+def _refuse_other_heads(heads: Tensor, lengths: Tensor, inside: Tensor) -> None:
+    """Heads ``(B, n)`` are words of their sentence or its root; the padding may hold anything."""
+    if heads.shape != inside.shape:
+        raise ValueError(
+            f"SemanticGraph: heads must be {tuple(inside.shape)}, got {tuple(heads.shape)}."
+        )
+    wrong = ((heads < 0) | (heads > lengths[:, None])) & inside
+    if checks.can_look() and bool(wrong.any()):
+        i, m = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"SemanticGraph: a head must be between 0 and {int(lengths[i])}, got "
+            f"{int(heads[i, m])} for word {m + 1} of item {i}. Words count from 1, and 0 is the "
+            "root."
+        )

@@ -84,12 +84,15 @@ class StructuredAttention(nn.Module):
             self.transition = nn.Parameter(torch.zeros(2, 2))
         else:  # the last feature is the root's share, whose column is W″ times the learned vector
             self.combine = nn.Linear(3 * embed_dim + 1, embed_dim)
-        with torch.no_grad():
-            if not self.estimator.applies_to(self.structure(torch.zeros(1, 2, embed_dim))):
-                raise ValueError(
-                    f"StructuredAttention: {type(self.estimator).__name__} does not apply to a "
-                    f"structure of kind {structure!r}."
-                )
+        with torch.device("cpu"):  # on the meta device there is nothing to ask a structure about
+            zeros = torch.zeros(1, 3, 3)
+            chain = structure == "chain"
+            example = LinearChain(zeros, zeros[0]) if chain else self._tree(zeros, None)
+        if not self.estimator.applies_to(example):
+            raise ValueError(
+                f"StructuredAttention: {type(self.estimator).__name__} does not apply to a "
+                f"structure of kind {structure!r}."
+            )
 
     def extra_repr(self) -> str:
         return f"{self.kind!r}, {self.embed_dim}, estimator={self.estimator!r}"
@@ -120,6 +123,9 @@ class StructuredAttention(nn.Module):
             return LinearChain(unary, self.transition, lengths=lengths)
         arcs = self.head(x) @ modifier.transpose(-1, -2) / math.sqrt(self.embed_dim)
         scores = nn.functional.pad(torch.cat([alone[:, None], arcs], 1), (1, 0))
+        return self._tree(scores, lengths)
+
+    def _tree(self, scores: Tensor, lengths: Tensor | None) -> Structure:
         return DependencyTree(scores, lengths, projective=self.kind == "projective")  # type: ignore[abstract]
 
     def forward(
@@ -156,6 +162,11 @@ class StructuredAttention(nn.Module):
         if x.dim() != 3 or x.shape[-1] != self.embed_dim:
             raise ValueError(
                 f"StructuredAttention: x must be (B, n, {self.embed_dim}), got {tuple(x.shape)}."
+            )
+        if x.device.type == "meta":
+            raise ValueError(
+                "StructuredAttention: x is on the meta device, and a structure needs scores. Use "
+                "to_empty(device=...) or load the weights, and an x with values."
             )
         if query is not None and (self.kind != "chain" or query.shape != (len(x), self.embed_dim)):
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -63,6 +64,7 @@ class WordEncoder(nn.Module):
 
     def forward(self, batch: Words) -> Tensor:
         """The words' states ``(B, n, output_size)``."""
+        _refuse_empty(batch)
         if not batch.words.numel():
             return self.words.weight.new_zeros(*batch.words.shape, self.output_size)
         _, (last, _) = self.spell(pack(self.dropout(self.chars(batch.chars)), batch.letters))
@@ -74,6 +76,16 @@ class WordEncoder(nn.Module):
         inputs = torch.cat([self.words(words), self.given(batch.given), spelt], -1)
         states, _ = self.context(pack(self.dropout(inputs), batch.counts))
         return self.dropout(pad_packed_sequence(states, batch_first=True)[0])
+
+
+def _refuse_empty(batch: Words) -> None:
+    if not batch.counts.all():
+        item = int(np.argmin(batch.counts))
+        raise ValueError(f"WordEncoder: item {item} has no words. Leave it out of the batch.")
+    if not batch.letters.all():
+        spelt = batch.spelt.cpu().numpy() == np.argmin(batch.letters)
+        item, word = np.argwhere(spelt & (np.arange(spelt.shape[1]) < batch.counts[:, None]))[0]
+        raise ValueError(f"WordEncoder: word {word} of item {item} has no letters. Leave it out.")
 
 
 def pack(inputs: Tensor, counts: Any) -> Any:

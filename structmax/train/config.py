@@ -21,10 +21,11 @@ from typing import Any, Literal, TypeVar
 from structmax.train.errors import UserError, near
 
 
-def option(default: Any, help: str, fixed: bool = False) -> Any:
+def option(default: Any, help: str, fixed: bool = False, least: float | None = None) -> Any:
     """A field of a configuration, with the help text of its flag.
 
     ``fixed``: what the data are, and the facts about them, which a run keeps when it is resumed.
+    ``least``: of a number; by default 1 of what ends in _size or _every, and else 0.
 
     >>> @dataclass
     ... class Config(TrainConfig):
@@ -32,7 +33,7 @@ def option(default: Any, help: str, fixed: bool = False) -> Any:
     >>> Config().depth, dataclasses.fields(Config)[-1].metadata["help"]
     (3, 'How deep.')
     """
-    return field(default=default, metadata={"help": help, "fixed": fixed})
+    return field(default=default, metadata={"help": help, "fixed": fixed, "least": least})
 
 
 Schedule = Literal["constant", "cosine", "linear", "late", "plateau"]
@@ -81,23 +82,21 @@ class TrainConfig:
             raise UserError("a run must end: give --steps, --minutes or --patience.")
         if self.schedule == "plateau" and not self.patience:
             raise UserError("the schedule plateau needs --patience: how many looks are a plateau.")
-        positive = ["batch_size", "log_every", "eval_every", "save_every"]
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}.")
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 continue
             most = 2**63 if f.name == "seed" else 2**31
             below_one = f.name == "beta2" or f.name.endswith("dropout")
-            if value < 0:
-                raise UserError(f"{f.name} must not be negative, got {value}.")
+            least = f.metadata.get("least")
+            if least is None:
+                least = 1 if f.name.endswith(("_size", "_every")) else 0
+            if value < least:
+                wanted = f"be at least {least}" if least else "not be negative"
+                raise UserError(f"{f.name} must {wanted}, got {value}.")
             if not value < (1 if below_one else most):  # NaN too
                 bound = 1 if below_one else f"2^{most.bit_length() - 1}"
                 raise UserError(f"{f.name} must be a number below {bound}, got {value}.")
-            if f.name.endswith("_size") and value < 1:
-                raise UserError(f"{f.name} must be at least 1, got {value}.")
 
 
 C = TypeVar("C", bound=TrainConfig)

@@ -29,7 +29,7 @@ def estimator_of(text: str, structure: Structure | None = None, one_z: bool = Fa
     if name not in estimators.NAMES:
         raise UserError(f"there is no estimator {name!r}. {near(name, estimators.NAMES)}")
     known = list(inspect.signature(estimators.NAMES[name]).parameters)
-    if known == ["options"]:  # those of SparseMAP
+    if of_sparsemap := known == ["options"]:
         known = ["method", "max_iter", "tol", "penalize"]
     options: dict[str, Any] = {}
     for pair in filter(None, rest.split(",")):
@@ -49,6 +49,11 @@ def estimator_of(text: str, structure: Structure | None = None, one_z: bool = Fa
         if structure is not None and not made.applies_to(structure):
             wrong = f"does not work on {structure._name}, which lacks a query that it needs"
         raise UserError(f"estimator {name} {wrong}. These do: {', '.join(fitting)}.")
+    if of_sparsemap and structure is not None:
+        try:
+            structure.sparsemap(**options)  # which is where their values are looked at
+        except (TypeError, ValueError) as error:
+            raise UserError(f"estimator {name}: {' '.join(str(error).split())}") from error
     if one_z and getattr(made, "samples", 1) > 1 and not isinstance(made, estimators.Perturbed):
         raise UserError(f"estimator {text} gives several z, and one is needed. Leave out samples.")
     return made

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,12 +55,39 @@ def tree_f1(trees: Trees, gold: Trees, seed: int = 0) -> dict[str, Ratio]:
         "left": Trees.left(n),
         "right": Trees.right(n),
         "balanced": Trees.balanced(n),
-        "random": Trees.random(n, seed),
+        "random": _random(gold, seed),
     }
     found = {"f1": trees.f1(gold)}
     found |= {f"f1_{name}": trees.f1(other) for name, other in others.items()}
     found |= {f"gold_{name}": other.f1(gold) for name, other in others.items()}
     return {name: Ratio(float(each.sum()), len(each)) for name, each in found.items()}
+
+
+def _random(gold: Trees, seed: int) -> Trees:
+    """A random tree of each item. The gold tree is its seed too, so that it is the same in any
+    batch."""
+    merges = []
+    for bounds, n in zip(gold.bounds, gold.lengths):
+        rng = np.random.default_rng([seed, zlib.crc32(bounds[: n - 1].tobytes())])
+        merges.append((rng.random(n - 1) * np.arange(n - 1, 0, -1)).astype(np.int64))
+    return Trees.from_merges(merges, gold.lengths)
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON, which knows no NaN and no infinity: they are null there.
+
+    >>> to_json({"f1": math.nan, "loss": 0.5})
+    '{"f1": null, "loss": 0.5}'
+    """
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: finite(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [finite(one) for one in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(value), indent=indent, allow_nan=False)
 
 
 class GradientVariance:
@@ -134,7 +163,7 @@ class Log:
         ]
         from structmax.train.checkpoint import write_atomic
 
-        write_atomic(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        write_atomic(self.path, "".join(to_json(line) + "\n" for line in kept).encode())
         self.board: Any = None
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -144,7 +173,7 @@ class Log:
 
     def write(self, step: int, kind: str, values: dict[str, float]) -> None:
         """Add a line; ``kind`` is train, valid or test."""
-        line = json.dumps({"step": step, "kind": kind, **values}) + "\n"
+        line = to_json({"step": step, "kind": kind, **values}) + "\n"
         try:
             with self.path.open("a") as file:
                 file.write(line)

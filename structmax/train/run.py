@@ -8,6 +8,7 @@
     best.safetensors    the weights that were best on the validation split
     metrics.jsonl       a line for every report
     result.json         the best weights' measures, at the end
+    .lock               held by the process that trains here
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +26,11 @@ from structmax.train.config import TrainConfig, from_dict, read_toml, to_toml
 from structmax.train.errors import UserError, as_user_error
 from structmax.train.task import Splits, Task
 
+try:
+    import fcntl
+except ImportError:  # as on Windows
+    fcntl = None  # type: ignore[assignment]
+
 FILES = ("config.toml", "task.json", "last.safetensors", "best.safetensors", "metrics.jsonl")
 
 
@@ -32,6 +38,24 @@ def exists(folder: Path) -> bool:
     """Whether the folder holds a run, finished or not."""
     with as_user_error():  # a name may be too long
         return (folder / "task.json").exists()
+
+
+def claim(folder: Path) -> IO[str] | None:
+    """Keep other processes from training in a folder, until the file is closed or this process
+    ends; None if another one does."""
+    with as_user_error():
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("a")
+    if fcntl is not None:
+        try:
+            # not flock, which a process that was forked would hold on to after this one's death
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            file.close()
+            return None
+        except OSError:  # a file system without locks
+            pass
+    return file
 
 
 def create(folder: Path, task: Task, config: TrainConfig) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import operator
 import random
@@ -11,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from structmax.train.config import TrainConfig
 from structmax.train.distributed import Workers
 from structmax.train.errors import UserError, as_user_error, is_out_of_memory
 from structmax.train.measure import measure
-from structmax.train.metrics import GradientVariance, Log, last_look
+from structmax.train.metrics import GradientVariance, Log, last_look, to_json
 from structmax.train.progress import Progress
 from structmax.train.signals import Signals, Stopped
 from structmax.train.task import Splits, Task
@@ -124,10 +123,15 @@ class Trainer:
         self.seconds, self.best, self.worse, self.cuts = 0.0, -math.inf, 0, 0
         self.total, self.count = 0.0, 0.0  # of the losses since the last line of metrics
         self.signals, self.stopping = Signals(), False
+        self.lock: IO[str] | None = None  # of the folder
         self.pending: deque[Update] = deque()
         if workers.rank:
             self._seed(workers.rank)
-        self._start(resume, silent)
+        try:
+            self._start(resume, silent)
+        except BaseException:
+            self._release()
+            raise
 
     def _seed(self, worker: int) -> None:
         seed = self.config.seed + 1_000_003 * worker
@@ -152,6 +156,12 @@ class Trainer:
         return self.folder / "last.safetensors"
 
     def _start(self, resume: bool, silent: bool) -> None:
+        self.lock = run.claim(self.folder) if self.workers.first else None
+        if not self.workers.gather(self.lock is not None)[0]:
+            raise UserError(
+                f"another process is training in {self.folder}. Wait for its end, or choose "
+                "another folder with --out."
+            )
         last = self._saved()
         found = self.workers.gather(resume and last.exists())
         if any(found) and not all(found):
@@ -172,10 +182,21 @@ class Trainer:
             self.log = Log(self.folder, self.step, self.measured)
         self.progress = Progress(self.task.name, silent or not self.workers.first)
 
+    def _release(self) -> None:
+        if self.lock is not None:
+            self.lock.close()
+
     # -- the loop ---------------------------------------------------------------------------------
 
     def fit(self) -> dict[str, Any]:
         """Train to the end, then measure the best weights; the result is also in the folder."""
+        try:
+            self._train()
+            return self._result()
+        finally:
+            self._release()
+
+    def _train(self) -> None:
         self.began = time.monotonic() - self.seconds
         try:
             with self.signals:
@@ -193,7 +214,6 @@ class Trainer:
             self.progress.close()
             if self.workers.first:
                 self.log.close()
-        return self._result()
 
     def _loop(self) -> None:
         due = self.step % self.config.eval_every == 0 or self._done()
@@ -374,7 +394,7 @@ class Trainer:
         if len(self.data.test):
             result["test"] = self._measured(self.data.test)
         if self.workers.first:
-            text = json.dumps(result, indent=1) + "\n"
+            text = to_json(result, indent=1) + "\n"
             checkpoint.write_atomic(self.folder / "result.json", text.encode())
         return result
 

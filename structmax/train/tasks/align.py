@@ -8,7 +8,6 @@ divergence of Blondel, Mensch & Vert, AISTATS 2021. No smoothing gives DTW and i
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,7 +29,7 @@ from structmax.train.batches import move
 from structmax.train.config import TrainConfig, option
 from structmax.train.distributed import Workers
 from structmax.train.errors import UserError, as_user_error
-from structmax.train.metrics import Ratio
+from structmax.train.metrics import Ratio, to_json
 from structmax.train.progress import Progress
 from structmax.train.task import Splits, Task
 
@@ -224,7 +223,7 @@ class Align(Task):
             "rows": rows,
             "test": {"method": best["method"], "accuracy": best["average_test"]},
         }
-        text = json.dumps(result, indent=1) + "\n"
+        text = to_json(result, indent=1) + "\n"
         checkpoint.write_atomic(folder / "result.json", text.encode())
         checkpoint.write_atomic(folder / "table.md", table(rows).encode())
         progress.say(table(rows))

@@ -53,7 +53,9 @@ class ExplainConfig(TrainConfig):
         "", "File of word vectors, such as glove/glove6B100d_subset.txt.", fixed=True
     )
     frozen: bool = option(False, "Keep the words' vectors as they were given.")
-    k: int = option(10, "How many words are chosen; all of a shorter sentence.", fixed=True)
+    k: int = option(
+        10, "How many words are chosen; all of a shorter sentence.", fixed=True, least=1
+    )
     words: Literal["chosen", "all", "random"] = option("chosen", "What the reader sees.")
     estimator: str = option(
         "imle:lam=1000,noise=sum-of-gamma",
@@ -64,11 +66,6 @@ class ExplainConfig(TrainConfig):
     hidden_size: int = option(100, "Size of the states.")
     dropout: float = option(0.5, "Probability of dropout of words' vectors and before the end.")
     word_dropout: float = option(0.1, "Probability that a training word is taken for unknown.")
-
-    def check(self) -> None:
-        super().check()
-        if self.k < 1:
-            raise UserError(f"k must be at least 1, got {self.k}.")
 
 
 @dataclass

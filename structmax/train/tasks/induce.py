@@ -7,7 +7,6 @@ sentences?", TACL 2018.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from structmax.train import checkpoint, run
 from structmax.train.config import TrainConfig, option
 from structmax.train.distributed import Workers
 from structmax.train.errors import UserError, as_user_error
+from structmax.train.metrics import to_json
 from structmax.train.progress import Progress
 from structmax.train.task import Splits, Task
 from structmax.train.tasks import heads, sst
@@ -109,7 +109,7 @@ class Induce(Task):
                 text = page(str(path), drawn)
                 checkpoint.write_atomic(folder / "support.html", text.encode())
         result = {"task": self.name, "sentences": len(references), **compare(references, found)}
-        text = json.dumps(result, indent=1) + "\n"
+        text = to_json(result, indent=1) + "\n"
         checkpoint.write_atomic(folder / "result.json", text.encode())
         checkpoint.write_atomic(folder / "table.md", table(result["rows"]).encode())
         progress.say(table(result["rows"]))

@@ -39,7 +39,7 @@ class ListOpsConfig(TrainConfig):
     leaf_lstm: bool = option(False, "Let leaves see their context.")
     tracking: bool = option(False, "Let SPINN's parser remember what it has seen.")
     dropout: float = option(0.0, "Probability of dropout in the cell and the classifier.")
-    beam: int = option(1, "Average predictions over this many trees at evaluation.")
+    beam: int = option(1, "Average predictions over this many trees at evaluation.", least=1)
     examples: int = option(20000, "Training expressions to generate.", fixed=True)
     valid_examples: int = option(
         1000, "Expressions for validation, apart from training's.", fixed=True

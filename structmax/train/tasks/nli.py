@@ -79,7 +79,7 @@ class NLIConfig(TrainConfig):
         "How latent trees are trained: NAME or NAME:OPTION=VALUE,OPTION=VALUE.",
     )
     layers: int = option(2, "Of the graph network along a dependency tree.")
-    max_iter: int = option(20, "Most steps of SparseMAP, for each pair.")
+    max_iter: int = option(20, "Most steps of SparseMAP, for each pair.", least=1)
     examples: int = option(800, "Training pairs to generate.", fixed=True)
     word_size: int = option(100, "Size of the words' vectors.")
     hidden_size: int = option(200, "Size of the states.")

@@ -64,14 +64,14 @@ class ParseConfig(TrainConfig):
     loss: Literal["crf", "hinge", "sparsemap", "margin-sparsemap"] = option(
         "crf", "What trees are trained by; without trees, a softmax of each word's heads."
     )
-    max_iter: int = option(100, "Most steps of SparseMAP for a sentence, in training.")
+    max_iter: int = option(100, "Most steps of SparseMAP for a sentence, in training.", least=1)
     support: bool = option(False, "Also count the trees of SparseMAP for each sentence.")
     examples: int = option(300, "Training sentences to generate.", fixed=True)
     least_count: int = option(2, "Words seen less often have no vector of their own.", fixed=True)
     word_size: int = option(100, "Size of the words' vectors.")
     char_size: int = option(50, "Size of the letters' vectors and states.")
     hidden_size: int = option(400, "Size of the words' states, in each direction.")
-    layers: int = option(3, "Layers of the BiLSTM.")
+    layers: int = option(3, "Layers of the BiLSTM.", least=1)
     arc_size: int = option(400, "Size of what arcs are scored by.")
     label_size: int = option(100, "Size of what labels are scored by.")
     dropout: float = option(0.33, "Probability of dropout.")

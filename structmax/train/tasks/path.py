@@ -22,7 +22,6 @@ from torch.nn.functional import binary_cross_entropy_with_logits, softplus
 from structmax import losses
 from structmax.structures.grid_path import GridPath
 from structmax.train.config import SCHEDULE, Schedule, TrainConfig, option
-from structmax.train.errors import UserError
 from structmax.train.estimator import estimator_of
 from structmax.train.metrics import Ratio
 from structmax.train.task import Splits, Task
@@ -52,20 +51,15 @@ class PathConfig(TrainConfig):
         "imle:lam=20,noise=sum-of-gamma", "Of the solver: NAME or NAME:OPTION=VALUE,OPTION=VALUE."
     )
     sigma: float = option(1.0, "Scale of the noise of the perturbed loss.")
-    samples: int = option(1, "Draws of the perturbed loss.")
-    side: int = option(12, "Tiles along a side of the map.", fixed=True)
+    samples: int = option(1, "Draws of the perturbed loss.", least=1)
+    side: int = option(12, "Tiles along a side of the map.", fixed=True, least=2)
     noise: float = option(25.0, "Standard deviation of a pixel's noise, of 255.", fixed=True)
     examples: int = option(10000, "Training maps to generate.", fixed=True)
-    valid_examples: int = option(1000, "Maps for validation, and as many for the test.", fixed=True)
-    hidden_size: int = option(64, "Channels of the network.")
+    valid_examples: int = option(
+        1000, "Maps for validation, and as many for the test.", fixed=True, least=1
+    )
+    hidden_size: int = option(64, "Channels of the network.", least=4)
     blocks: int = option(2, "Residual blocks on the tiles; with no solver, more of them.")
-
-    def check(self) -> None:
-        super().check()
-        if self.side < 2:
-            raise UserError(f"side must be at least 2, got {self.side}.")
-        if self.hidden_size < 4:
-            raise UserError(f"hidden_size must be at least 4, got {self.hidden_size}.")
 
 
 class Batch(NamedTuple):

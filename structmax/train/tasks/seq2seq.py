@@ -60,7 +60,7 @@ class Seq2SeqConfig(TrainConfig):
         "softmax",
         "From scores to weights; csparsemax: with fertilities; uniform and random do not look.",
     )
-    alpha: float = option(1.5, "Of entmax attention: from 1, softmax, to 2, sparsemax.")
+    alpha: float = option(1.5, "Of entmax attention: from 1, softmax, to 2, sparsemax.", least=1)
     strength: float = option(0.1, "Of fusedmax and oscarmax: how much weights are made equal.")
     fertility: float = option(2.0, "Of csparsemax: the most attention for a word of the source.")
     output: Literal["softmax", "entmax"] = option(
