@@ -30,7 +30,7 @@ tensor([[0, 1, 1]])
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -135,7 +135,7 @@ class HMM(LinearChainCRF):
         self.transition, self.emission, self.init = transition, emission, init
         self.observations = observations
         self._set_lengths(lengths, observations.device)
-        self._keep(self._model(), [transition, emission, init])
+        self._keep(self._model(), [transition, emission, init, observations])
 
     def _model(self) -> hmm.HMM:
         given = self.init, self.transition.mT, self.emission.mT, self.observations
@@ -484,3 +484,28 @@ def _by_width(spans: Tensor) -> Tensor:
     at = torch.arange(n, device=spans.device)
     end = at[:, None] + at + 1  # [width, start]
     return spans[..., at, end.clamp(max=n - 1), :] * (end < n)[..., None]
+
+
+_INSTEAD = {
+    "LinearChain": "LinearChainCRF",
+    "SemiMarkov": "SemiMarkovCRF",
+    "DepTree": "DependencyCRF",
+    "deptree_part": "NonProjectiveDependencyCRF",
+    "deptree_nonproj": "NonProjectiveDependencyCRF",
+    "CKY": "SentCFG",
+    "CKY_CRF": "TreeCRF",
+    "Alignment": "AlignmentCRF",
+    "Autoregressive": "structmax.ShiftReduce or structmax.EasyFirst, which are built step by step",
+    "SelfCritical": 'structmax.estimators.Reinforce(baseline="self-critic"), given .structure',
+    "Semiring": "the distributions' partition, max, argmax, entropy, topk and sample, or a "
+    "structmax structure with smoothing=",
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Says what stands in for a name of torch-struct that is not here."""
+    instead = _INSTEAD.get("Semiring" if name.endswith("Semiring") else name)
+    if instead is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # of an AttributeError, "from … import …" would show nothing but the name
+    raise ImportError(f"torch-struct's {name} is not in {__name__}. Use {instead}.")

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from structmax.primitive import recordable
 from structmax.structures.base import Structure
 
 KINDS = (None, "ema", "self-critic", "leave-one-out")
@@ -19,6 +20,23 @@ class Draws(NamedTuple):
     log_prob: Tensor
     costs: Tensor
     advantage: Tensor
+
+    def kept(self) -> Draws | None:
+        """For later, without gradients; None in ``vmap``, whose tensors do not outlive it."""
+        plain = Draws(*map(_plain, self))
+        same = all(a.shape == b.shape for a, b in zip(plain, self, strict=True))
+        return plain if same else None
+
+    def again(self) -> Draws:
+        """What autograd takes, also of draws that were made in inference mode."""
+        return Draws(*map(recordable, self))
+
+
+def _plain(t: Tensor) -> Tensor:
+    """What a tensor holds beneath the transforms of ``torch.func``: under ``vmap`` all items."""
+    while not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
+    return t.detach()
 
 
 def regularized(loss: Tensor, structure: Structure, weight: float) -> Tensor:
@@ -64,7 +82,7 @@ class RunningMoments(nn.Module):
         empty batch, count nothing."""
         if not values.numel():
             return
-        values = values.to(self.total)
+        values = _plain(values).to(self.total)
         new = {"weight": 1.0, "total": values.mean(), "spread": values.var(correction=0)}
         for name, value in new.items():
             setattr(self, name, self.decay * getattr(self, name) + value)
@@ -107,7 +125,7 @@ class Baseline(nn.Module):
                 f"module, got {kind!r}."
             )
         least = 2 if kind == "leave-one-out" else 1
-        if not isinstance(samples, int) or samples < least:
+        if not isinstance(samples, int) or isinstance(samples, bool) or samples < least:
             raise ValueError(
                 f"{owner}: samples must be an integer, at least {least} with baseline={kind!r}, "
                 f"got {samples!r}."

@@ -57,16 +57,16 @@ class PPO(Reinforce):
         self._left = 0
 
     def _total(self, structure: Structure, draws: Draws) -> Tensor:
-        self._draws, self._left = Draws(*(t.detach() for t in draws)), self.updates - 1
+        self._draws, self._left = draws.kept(), self.updates - 1
         return super()._total(structure, draws)
 
     def replay(self, new_structure: Structure) -> Tensor:
         """The loss ``(*batch)`` of a further update, at the stored draws and the new scores."""
-        old = self._draws
+        old = self._draws and self._draws.again()
         if old is None or self._left == 0:
             raise RuntimeError(
                 f"PPO.replay: there are no draws {'yet' if old is None else 'left'}. Call loss() "
-                f"first; its draws serve {self.updates} updates, that of loss() included."
+                f"first, not in vmap; its draws serve {self.updates} updates, that of loss() too."
             )
         if new_structure.batch_shape != old.costs.shape[1:]:
             raise ValueError(

@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from structmax import checks
+
 
 def draw_outside(
     draw: Callable[[], Tensor], best: Tensor, exists: Tensor, tries: int
@@ -24,7 +26,7 @@ def draw_outside(
     z = draw()
     found = _is_none_of(z, best, exists)
     for _ in range(tries - 1):
-        if bool(found.all()):
+        if checks.can_look() and bool(found.all()):
             break
         again = draw()
         z = torch.where(found[(..., *[None] * (z.dim() - found.dim()))], z, again)
@@ -47,5 +49,5 @@ def _is_none_of(z: Tensor, best: Tensor, exists: Tensor) -> Tensor:
     """Whether z ``(samples, *batch, *parts)`` is no structure of C, ``(samples, *batch)``."""
     known = torch.zeros(len(z), *exists.shape[1:], dtype=torch.bool, device=z.device)
     for one, there in zip(best, exists, strict=True):
-        known |= (z == one).flatten(exists.dim()).all(-1) & there
+        known = known | (z == one).flatten(exists.dim()).all(-1) & there
     return ~known

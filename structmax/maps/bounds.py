@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from structmax.checks import can_look
-from structmax.maps.recipe import Map, check_scores, keep, refuse, spread
+from structmax.maps.recipe import (
+    Map,
+    check_scores,
+    keep,
+    refuse,
+    solve_again,
+    spread,
+    sums_to,
+)
 
 
 def naive(x: Tensor, parameters: list[Tensor], options: list[float], soft: bool) -> Tensor:
@@ -117,11 +125,19 @@ def answer(
     lower = spread(op.name, "lower", lower, scores, dim, "element")
     if mask is not None:
         upper, lower = torch.where(mask, upper, 0.0), torch.where(mask, lower, 0.0)
-    p = op(x, upper, lower, scores, options=[tolerance], dim=dim, mask=mask)
-    if can_look() and bool(p.detach().sum().isnan()):
+
+    def solve(x: Tensor, scores: Tensor, mask: Tensor | None = None) -> Tensor:
+        return op(x, upper, lower, scores, options=[tolerance], dim=dim, mask=mask)
+
+    p = solve(x, scores, mask)
+    if not can_look() or bool(sums_to(p, 1.0, dim).all()):
+        return p
+    if bool(p.detach().sum().isnan()):
         rows = [t.detach().movedim(dim, -1).cpu().double() for t in (p, scores, upper, lower)]
         _explain(op.name, *rows)
-    return p
+    x = x if mask is None else keep(op.name, x, mask)
+    bounds = lower.detach(), upper.detach().clamp(max=1)
+    return solve_again(lambda x: solve(x, x.detach()), p, x, *bounds, 1.0, dim)
 
 
 def _rounding(dtype: torch.dtype) -> float:

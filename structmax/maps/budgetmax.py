@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from structmax.checks import can_look, number
-from structmax.maps.recipe import Map, refuse
+from structmax.maps.recipe import Map, keep, refuse, solve_again, sums_to
 
 
 def naive(x: Tensor, parameters: list[Tensor], options: list[float]) -> Tensor:
@@ -74,9 +74,12 @@ def budgetmax(x: Tensor, k: float, dim: int = -1, mask: Tensor | None = None) ->
             f"scores of shape {tuple(x.shape)}, each of which takes at most 1."
         )
     p = _map(x, options=(k,), dim=dim, mask=mask)
-    if can_look() and p.numel() and bool(p.detach().amax(dim).isnan().any()):
-        _refuse_short_rows(x, k, dim, mask)
-    return p
+    if not can_look() or bool(sums_to(p, k, dim).all()):
+        return p
+    _refuse_short_rows(x, k, dim, mask)
+    x = x if mask is None else keep("budgetmax", x, mask)
+    bounds = torch.zeros_like(x.detach()), torch.ones_like(x.detach())
+    return solve_again(lambda x: _map(x, options=(k,), dim=dim), p, x, *bounds, k, dim)
 
 
 def _refuse_short_rows(x: Tensor, k: float, dim: int, mask: Tensor | None) -> None:

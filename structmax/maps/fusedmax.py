@@ -77,7 +77,11 @@ _map = Map("fusedmax", naive, naive_backward, kernels="structmax.maps.{}_structu
 
 def check_strength(owner: str, strength: float) -> float:
     """A finite number ≥ 0."""
-    if isinstance(strength, Tensor) or not 0 <= strength < math.inf:
+    try:
+        good = not isinstance(strength, Tensor) and 0 <= strength < math.inf
+    except TypeError:  # no number at all
+        good = False
+    if not good:
         raise ValueError(
             f"{owner}: strength must be a finite number, 0 (sparsemax) or more, got {strength}."
         )

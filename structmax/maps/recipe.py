@@ -47,6 +47,8 @@ from structmax.primitive import (
     to_front,
 )
 
+FAR = 1e3  # from τ, a score is at a bound: e^−FAR is 0
+
 Options = Sequence[float]
 Forward = Callable[[Tensor, list[Tensor], list[float]], Tensor]
 Backward = Callable[[Tensor, Tensor, list[Tensor], list[float]], list[Tensor]]
@@ -206,7 +208,8 @@ class _ApplyBothModes(_Apply):
             lambda g: tuple(m.naive_backward(p, g, parameters, list(ctx.options))),
             torch.zeros_like(p),
         )[1]
-        return transpose(tuple(given))[0]
+        # torch takes no tangent whose strides are not those of p
+        return transpose(tuple(given))[0].contiguous()
 
 
 def check_scores(owner: str, x: Tensor, dim: int) -> None:
@@ -247,7 +250,12 @@ def keep(owner: str, x: Tensor, mask: Tensor) -> Tensor:
 def spread(owner: str, name: str, value: Tensor | float, x: Tensor, dim: int, per: str) -> Tensor:
     """A parameter expanded to x's shape, with size 1 along ``dim`` if there is one per row."""
     if not isinstance(value, Tensor):
-        value = torch.as_tensor(value, dtype=x.dtype, device=x.device)
+        try:
+            value = torch.as_tensor(value, dtype=x.dtype, device=x.device)
+        except (TypeError, ValueError, RuntimeError):
+            raise ValueError(
+                f"{owner}: {name} must be a number or a tensor, got {value!r}."
+            ) from None
     if value.device != x.device and value.dim():
         raise ValueError(
             f"{owner}: {name} is on {value.device} but the scores are on {x.device}. "
@@ -269,6 +277,40 @@ def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
     """Whether a shape expands to another."""
     extra = len(to) - len(shape)
     return extra >= 0 and all(a in (1, b) for a, b in zip(shape, list(to)[extra:], strict=True))
+
+
+def sums_to(p: Tensor, total: float, dim: int) -> Tensor:
+    """Whether each row does, up to rounding; ``dim`` is kept."""
+    rounding = 1e-3 if p.dtype.itemsize >= 4 else 3e-2
+    sums = p.detach().sum(dim, keepdim=True, dtype=torch.float64)
+    return (sums - total).abs() <= rounding * max(total, 1.0)
+
+
+def solve_again(
+    solve: Callable[[Tensor], Tensor],
+    p: Tensor,
+    x: Tensor,
+    lower: Tensor,
+    upper: Tensor,
+    total: float,
+    dim: int,
+) -> Tensor:
+    """p, with other answers for rows that do not sum to the total: their τ is 10¹⁶ or so from the
+    largest score, relative to which it has lost its digits.
+
+    They are solved relative to a score that is at most 1 from τ (log n in csoftmax): where the sum
+    of upper bounds, in the order of the scores, and of lower bounds of the rest reaches the total.
+    """
+    scores, there = x.detach(), x.detach() > -torch.inf
+    fine = sums_to(p, total, dim) | ~there.any(dim, keepdim=True) | p.detach().isnan()
+    if bool(fine.all()):
+        return p
+    lower, width = torch.where(there, lower, 0.0), torch.where(there, upper - lower, 0.0)
+    order = scores.argsort(dim, descending=True)
+    reached = lower.sum(dim, keepdim=True) + width.gather(dim, order).cumsum(dim)
+    last = (reached < total).sum(dim, keepdim=True).clamp(max=x.shape[dim] - 1)
+    near = x - scores.gather(dim, order.gather(dim, last))
+    return torch.where(fine, p, solve(torch.where(there, near.clamp(-FAR, FAR), -torch.inf)))
 
 
 def mask_of_lengths(lengths: Tensor, x: Tensor, dim: int = -1) -> Tensor:

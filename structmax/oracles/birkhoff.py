@@ -127,13 +127,17 @@ def sinkhorn(
 
 
 def _others(x: Tensor, dim: int) -> Tensor:
-    """For each entry, logsumexp of the others along a dimension, without subtracting anything."""
-    x = x.movedim(dim, -1)
-    none = torch.full_like(x[..., :1], NEVER)
-    before = torch.cat([none, x.logcumsumexp(-1)[..., :-1]], -1)
-    after = torch.cat([none, x.flip(-1).logcumsumexp(-1)[..., :-1]], -1).flip(-1)
-    # not logaddexp, whose second derivative is wrong where one of them is NEVER
-    return torch.stack([before, after]).logsumexp(0).movedim(-1, dim)
+    """For each entry, logsumexp of the others along a dimension.
+
+    Below the largest entry nothing cancels: its share of the sum is at most one half.
+    """
+    place = torch.arange(x.shape[dim], device=x.device).unsqueeze(-1 if dim == -2 else 0)
+    largest = place == x.argmax(dim, keepdim=True)
+    rest = torch.where(largest, NEVER, x).logsumexp(dim, keepdim=True)
+    total = x.logsumexp(dim, keepdim=True)
+    # the limit concerns the largest, and entries that are all NEVER: there log1p has no derivative
+    share = (x - total).exp().clamp(max=0.75)
+    return torch.where(largest, rest, total + torch.log1p(-share))
 
 
 def bethe(
@@ -153,7 +157,9 @@ def bethe(
 
     def to_cells(x: Tensor, dim: int, optional: Tensor) -> Tensor:
         total = _others(torch.where(open_, x, NEVER), dim)
-        total = torch.where(optional, torch.logaddexp(total, torch.zeros_like(total)), total)
+        # not logaddexp, whose second derivative is wrong where one of them is NEVER
+        or_none = torch.stack([total, torch.zeros_like(total)]).logsumexp(0)
+        total = torch.where(optional, or_none, total)
         return torch.where(open_, -total, 0.0)
 
     from_column = torch.zeros_like(theta)

@@ -58,10 +58,18 @@ class Consensus:
         return torch.where(self.forbidden, 0.0, mu)
 
     def agreed(self, mu: Tensor, u: Tensor) -> Tensor:
-        """μ as the factors say it, whose u ``(*batch, T)`` has zeros and ones that are exact."""
-        said = torch.zeros_like(mu).index_add(-1, self.which, self._turned(u))
-        said = (said / self.degree.clamp(min=1)).clamp(0, 1)
-        return torch.where((self.degree > 0) & ~self.forbidden, said, mu)
+        """μ as the factors say it, whose u ``(*batch, T)`` has zeros and ones that are exact. Where
+        some of them leave a variable no choice, these alone are asked."""
+        shapes = [torch.Size([*u.shape[:-1], len(f.ids)]) for f in self.factors]
+        never = [f.never(shape) for f, shape in zip(self.factors, shapes, strict=True)]
+        fixed = torch.cat([u[..., :0], *never], -1)
+        weight = torch.where(self._total(fixed)[..., self.which] > 0, fixed, 1.0)
+        said = self._total(weight * self._turned(u)) / self._total(weight).clamp(min=1)
+        return torch.where((self.degree > 0) & ~self.forbidden, said.clamp(0, 1), mu)
+
+    def _total(self, parts: Tensor) -> Tensor:
+        """The sum over the factors of each variable, ``(*batch, V)``."""
+        return torch.zeros_like(self.theta).index_add(-1, self.which, parts)
 
     def nearest(self, points: Tensor) -> Tensor:
         """What the factors say to points ``(*batch, T)``: the nearest that each allows."""

@@ -439,10 +439,14 @@ class FactorGraph:
         return problem, bounded
 
     def _check_off(self, problem: Consensus) -> None:
-        if bool((problem.off & problem.negated).any()):
+        wrong = problem.off & problem.negated
+        if bool(wrong.any()):
+            *where, part = wrong.nonzero()[0].tolist()
+            item = f"item {where[0] if len(where) == 1 else tuple(where)}: " if where else ""
             raise ValueError(
-                "FactorGraph: a variable that is switched off (-inf) is negated in a factor. Leave "
-                "it out of the factor."
+                f"FactorGraph: {item}variable {int(problem.which[part])} is switched off (-inf) "
+                "and negated in a factor. Leave it out of the factor, or use a low score instead "
+                "of -inf."
             )
         pairs = zip(problem.factors, problem._each(problem.off), strict=True)
         for factor, off in pairs:

@@ -160,7 +160,8 @@ class Logic(Factor):
         total = inside.sum(-1, keepdim=True)
         for bound, wrong in ((self._most, total > self._most), (self._least, total < self._least)):
             if bool(wrong.any()):
-                bounded = sparsemax(x) if bound == 1 else budgetmax(x, bound)
+                given = torch.where(wrong, x, 0.0)  # the other rows may have too few for the bound
+                bounded = sparsemax(given) if bound == 1 else budgetmax(given, bound)
                 inside = torch.where(wrong, bounded, inside)
         return inside.reshape(points.shape)
 

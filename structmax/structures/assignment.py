@@ -44,6 +44,14 @@ def _states(s: int, m: int, slack: int) -> int:
     return sum(math.comb(s, k) for t in range(m + 1) for k in range(max(0, t - slack), t + 1))
 
 
+def _rounds(query: str, iterations: object) -> int:
+    """A number of iterations, of which there is at least one."""
+    count = checks.index(f"Assignment.{query}", "iterations", iterations)
+    if count < 1:
+        raise ValueError(f"Assignment.{query}: iterations must be at least 1, got {count}.")
+    return count
+
+
 @family
 def matching(s: int, m: int, slack: int) -> Forest:
     """Node (t, S): the first t of the m elements of the long side are matched with the set S of
@@ -365,6 +373,8 @@ class Assignment(TwoSided, DynamicStructure):
                 f"Assignment.sinkhorn: temperature must be a positive number, got {temperature}. "
                 "At temperature 0 use argmax()."
             )
+        iterations = _rounds("sinkhorn", iterations)
+        tol = checks.number("Assignment.sinkhorn", "tol", tol)
         theta, cells, (spare, rows, columns) = self._relaxed()
         sizes = rows, columns
         p = birkhoff.sinkhorn(theta, cells, spare, *sizes, temperature, iterations, tol)
@@ -383,7 +393,7 @@ class Assignment(TwoSided, DynamicStructure):
         >>> pairs.bethe().log_partition.exp(), pairs.log_partition().exp()
         (tensor(2.3704), tensor(6.))
         """
-        gamma = self.smoothing.gamma
+        gamma, iterations = self.smoothing.gamma, _rounds("bethe", iterations)
         theta, cells, (_, rows, columns) = self._relaxed()
         belief, value = birkhoff.bethe(theta / gamma, cells, rows, columns, iterations)
         belief = self._relaxation("bethe", belief, cells)

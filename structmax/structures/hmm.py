@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from structmax import checks
@@ -26,7 +25,7 @@ class HMM(LinearChain):
         observations: ``(*B, n)``, integers below V; the padding may hold anything
         lengths: ``(*B)``
 
-    >>> import structmax as sx
+    >>> import torch, structmax as sx
     >>> half = torch.tensor([0.5, 0.5]).log()
     >>> stay = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log()
     >>> coin = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()  # a fair and a loaded one
@@ -79,25 +78,41 @@ class HMM(LinearChain):
             emission=(emission, 2),
             observations=(observations, 1),
         )
-        self.initial, self.emission, self.observations = initial, emission, observations
         n = observations.shape[-1]
-        known = (observations >= 0) & (observations < symbols)
-        symbol = torch.where(known, observations, 0).long().expand(*batch, n)
-        table = emission.mT.expand(*batch, symbols, c)
-        unary = table.gather(-2, symbol[..., None].expand(*batch, n, c))
+        self.initial, self.emission, self.observations = initial, emission, observations
+        self._whole = (*batch, n, c)
         if transition.dim() > 2:
             transition = transition.expand(*batch, c, c)
         super().__init__(
-            unary, transition, initial, None, lengths, smoothing, validate_args
+            self.unary, transition, initial, None, lengths, smoothing, validate_args
         )  # fmt: skip
         if self._validate_args and checks.can_look():
-            wrong = ~known.expand(*self.batch_shape, n) & self._inside()
+            unknown = (observations < 0) | (observations >= symbols)
+            wrong = unknown.expand(*self.batch_shape, n) & self._inside()
             if bool(wrong.any()):
                 where = tuple(wrong.nonzero()[0].tolist())
                 raise ValueError(
                     f"HMM: observations must be between 0 and {symbols - 1}; "
                     f"observations{list(where)} is not."
                 )
+
+    @property
+    def unary(self) -> Tensor:
+        """``emission[:, observations]`` ``(*B, n, c)``, read at each query: emissions may change
+        between two, and each has a graph of its own."""
+        *batch, n, c = self._whole
+        symbols = self.emission.shape[-1]
+        symbol = self.observations.long().clamp(0, symbols - 1)  # the padding may hold anything
+        table = self.emission.mT.expand(*batch, symbols, c)
+        return table.gather(-2, symbol[..., None].expand(*batch, n, c))
+
+    @unary.setter
+    def unary(self, scores: Tensor) -> None:
+        """What a chain is given it would keep."""
+
+    @property
+    def _first(self) -> Tensor:
+        return self.emission
 
     def _tensors(self) -> dict[str, tuple[Tensor, int]]:
         given = {

@@ -195,13 +195,13 @@ class LinearChain(LateLook, DynamicStructure):
 
     def _inside(self) -> Tensor:
         """Which positions lie within the length, ``(*B, n)``."""
-        position = torch.arange(self.event_shape[0], device=self.unary.device)
+        position = torch.arange(self.event_shape[0], device=self._first.device)
         return position < self._lengths()[..., None]
 
     def _dtype_inside(self) -> torch.dtype:
         """What is computed in: the widest of the scores' dtypes, at least float32."""
         dtype = torch.float32
-        for scores in (self.unary, self.transition, self.start, self.end):
+        for scores in (self._first, self.transition, self.start, self.end):
             if scores is not None:
                 dtype = torch.promote_types(dtype, scores.dtype)
         return dtype
@@ -419,7 +419,7 @@ class LinearChain(LateLook, DynamicStructure):
     def score(self, z: Tensor) -> Tensor:
         """The score of tags (integers) or of their indicator; see :class:`Structure`."""
         if not isinstance(z, Tensor):
-            z = checks.as_tensor(self._name, "z", z, self.unary.device)
+            z = checks.as_tensor(self._name, "z", z, self._first.device)
         if z.is_floating_point() or z.dtype == torch.bool:
             return super().score(z)
         return self._score_tags(self._checked_tags(z))
@@ -427,7 +427,7 @@ class LinearChain(LateLook, DynamicStructure):
     def log_prob(self, z: Tensor) -> Tensor:
         """The log-probability of tags (integers) or of their indicator; see :class:`Structure`."""
         if not isinstance(z, Tensor):
-            z = checks.as_tensor(self._name, "z", z, self.unary.device)
+            z = checks.as_tensor(self._name, "z", z, self._first.device)
         if not self._is_gibbs or z.is_floating_point() or z.dtype == torch.bool:
             return super().log_prob(z)
         tags = self._checked_tags(z)
@@ -530,7 +530,7 @@ class LinearChain(LateLook, DynamicStructure):
         tags = torch.tensor(list(itertools.product(range(c), repeat=length)))
         every = torch.nn.functional.one_hot(tags, c)
         every = torch.nn.functional.pad(every, (0, 0, 0, n - length)).to(self.dtype)
-        every = every.to(self.unary.device).reshape(-1, *[1] * len(self.batch_shape), n, c)
+        every = every.to(self._first.device).reshape(-1, *[1] * len(self.batch_shape), n, c)
         return every.expand(-1, *self.batch_shape, n, c) if expand else every
 
     def decode(self, z: Tensor) -> Any:
@@ -553,8 +553,8 @@ class LinearChain(LateLook, DynamicStructure):
         n, c = self.event_shape
         if not isinstance(obj, Tensor):
             if 0 in self.batch_shape:
-                return self.unary.new_zeros(*self.batch_shape, n, c)
-            obj = checks.as_tensor(self._name, "tags", _pad(obj, n), self.unary.device)
+                return self._first.new_zeros(*self.batch_shape, n, c)
+            obj = checks.as_tensor(self._name, "tags", _pad(obj, n), self._first.device)
         tags = self._checked_tags(obj)
         z = tags[..., None] == torch.arange(c, device=tags.device)
         return (z & self._inside()[..., None]).to(self.dtype)

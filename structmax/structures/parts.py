@@ -88,6 +88,8 @@ class PartStructure(Structure):
         return torch.where(self._usable_parts(), self._parts()[0], 0.0)
 
     def perturb(self, delta: Tensor) -> Any:
+        if not isinstance(delta, Tensor):
+            raise ValueError(f"{self._name}.perturb: delta must be a tensor, got {delta!r}.")
         shape = (*self.batch_shape, *self.event_shape)
         try:
             shape = torch.broadcast_shapes(delta.shape, shape)

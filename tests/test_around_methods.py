@@ -1,0 +1,236 @@
+"""Edges of relaxations, maps, factor graphs, hidden Markov models and estimators."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import structmax as sx
+from structmax import estimators as est
+from structmax.compat import torch_struct
+
+INF = math.inf
+COSTS = torch.tensor([0.0, 1.0, 5.0])
+MAPS: dict[str, Callable[..., Tensor]] = {
+    "csparsemax": lambda x, dim=-1: sx.csparsemax(x, 0.6, dim=dim),
+    "csoftmax": lambda x, dim=-1: sx.csoftmax(x, 0.6, dim=dim),
+    "budgetmax": lambda x, dim=-1: sx.budgetmax(x, 1.5, dim=dim) / 1.5,
+}
+
+
+def cost(z: Tensor) -> Tensor:
+    return z @ COSTS
+
+
+# -- relaxed matchings ----------------------------------------------------------------------------
+
+RELAXED: dict[str, tuple[Tensor, tuple[Tensor, Tensor] | None]] = {
+    "forbidden": (torch.tensor([[1, 0, 0, 1], [1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]]), None),
+    "wide": (torch.tensor([[1, 0, 0, 1, 1], [1, 1, 1, 1, 1], [1, 1, 1, 0, 1]]), None),
+    "row": (torch.ones(1, 3), None),
+    "column": (torch.ones(3, 1), None),
+    "ragged": (torch.ones(2, 3, 4), (torch.tensor([2, 3]), torch.tensor([4, 2]))),
+}
+
+
+@pytest.mark.parametrize("name", RELAXED)
+def test_second_derivatives_of_bethe(name: str) -> None:
+    allowed, lengths = RELAXED[name]
+    torch.manual_seed(0)
+    x = torch.randn(allowed.shape, dtype=torch.float64, requires_grad=True)
+    for answer in range(2):
+
+        def bethe(x: Tensor, answer: int = answer) -> Tensor:
+            return sx.Assignment(torch.where(allowed > 0, x, -INF), lengths).bethe(10)[answer]
+
+        assert torch.autograd.gradcheck(bethe, x)
+        assert torch.autograd.gradgradcheck(bethe, x)
+
+
+def test_relaxations_want_iterations() -> None:
+    pairs = sx.Assignment(torch.zeros(2, 2))
+    wrong: list[tuple[str, Any]] = [("iterations", 0), ("iterations", 2.5), ("tol", math.nan)]
+    for option, given in wrong:
+        with pytest.raises(ValueError, match=rf"Assignment\.sinkhorn: {option} must be"):
+            pairs.sinkhorn(**{option: given})
+    with pytest.raises(ValueError, match=r"Assignment\.bethe: iterations must be at least 1"):
+        pairs.bethe(0)
+
+
+# -- hidden Markov models -------------------------------------------------------------------------
+
+
+def test_an_hmm_follows_its_emissions() -> None:
+    torch.manual_seed(0)
+    initial, transition, emission = torch.randn(3), torch.randn(3, 3), torch.randn(3, 5)
+    emission.requires_grad_()
+    observations = torch.randint(5, (2, 4))
+    states = sx.HMM(initial, transition, emission, observations)
+    optimizer = torch.optim.SGD([emission], lr=0.5)
+    for _ in range(2):  # each query has a graph of its own
+        optimizer.zero_grad()
+        states.log_partition().sum().backward()
+        optimizer.step()
+    found = sx.HMM(initial, transition, emission, observations)
+    torch.testing.assert_close(states.log_partition(), found.log_partition(), rtol=0, atol=0)
+    torch.testing.assert_close(states.marginals(), found.marginals(), rtol=0, atol=0)
+
+
+def test_observations_that_change() -> None:
+    torch.manual_seed(0)
+    given = torch.randn(3, 3), torch.randn(5, 3), torch.randn(3)
+    observations = torch.randint(4, (2, 4))
+    states = torch_struct.HMM(*given, observations)
+    before = states.partition
+    observations += 1
+    expected = torch_struct.HMM(*given, observations).partition
+    torch.testing.assert_close(states.partition, expected, rtol=0, atol=0)
+    assert not torch.equal(before, expected)
+    observations.fill_(9)
+    with pytest.raises(ValueError, match="observations must be between 0 and 4"):
+        _ = states.partition
+
+
+# -- factor graphs --------------------------------------------------------------------------------
+
+
+def test_what_a_factor_forbids_is_exactly_zero() -> None:
+    torch.manual_seed(0)
+    scores, unary = torch.randn(2, 60, 4, 5)
+    off = torch.rand(60, 4, 5) < 0.25
+    off[..., 0] = False
+    graph = sx.FactorGraph()
+    tags = graph.variables(scores, 1)
+    graph.factor(sx.LinearChain(unary.masked_fill(off, -INF), torch.randn(5, 5)), tags)
+    graph.at_most_one(tags.T)
+    graph.xor(tags)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of items whose factors contradict each other
+        found = graph.sparsemap(max_iter=50)[tags]
+    assert bool((found[off] == 0).all()) and bool((found[~off] > 0).any())
+
+
+def test_a_negated_variable_that_one_item_switches_off() -> None:
+    scores = torch.zeros(3, 2)
+    scores[1, 0] = -INF
+    graph = sx.FactorGraph()
+    v = graph.variables(scores, 1)
+    graph.xor(torch.stack([~v[0], v[1]]))
+    with pytest.raises(ValueError, match=r"item 1: variable 0 is switched off .* Leave it out"):
+        graph.sparsemap()
+
+
+# -- maps -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("backend", ["naive", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_scores_that_are_far_apart(name: str, backend: str, dtype: torch.dtype) -> None:
+    x = torch.tensor(
+        [[1e16, 0, 1, -INF], [0, -1e30, -1e30, -INF], [-INF] * 4, [0, 0.1, 0.2, 0.3]], dtype=dtype
+    ).requires_grad_()
+    with sx.backend(backend):
+        p = MAPS[name](x)
+        (g,) = torch.autograd.grad(p[:, 1].sum(), x)
+    torch.testing.assert_close(p.sum(-1), torch.tensor([1.0, 1, 0, 1], dtype=dtype))
+    assert p[0, 0] == p[1, 0] == max(p[0]) and p[1, 1] == p[1, 2] > 0
+    assert bool(g.isfinite().all()) and g[1, 1] > 0
+    if name != "csoftmax":
+        assert p[0, 1] == 0
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_forward_mode_along_another_dimension(name: str) -> None:
+    torch.manual_seed(0)
+    x, v = torch.randn(2, 4, 3)
+
+    def p(x: Tensor) -> Tensor:
+        return MAPS[name](x, 0)
+
+    (expected,) = torch.autograd.functional.jvp(p, x, v)[1:]
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(p(forward_ad.make_dual(x, v))).tangent
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.func.jvp(p, (x,), (v,))[1], expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("fusedmax", "strength"), ("oscarmax", "strength"), ("csoftmax", "upper")],
+)
+def test_options_that_are_no_numbers(name: str, option: str) -> None:
+    f: Any = getattr(sx, name)
+    for given in (None, "0.5"):
+        with pytest.raises(ValueError, match=f"{name}: {option} must be a .*number.*, got"):
+            f(torch.zeros(3), given)
+
+
+# -- estimators -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"baseline": "ema"}, {"normalize": True}], ids=str)
+def test_moments_of_mapped_costs(options: dict[str, Any]) -> None:
+    """Under vmap they are those of all items, as of a batch."""
+    scores = torch.tensor([[0.0, -INF, -INF], [-INF, 0.0, -INF], [-INF, -INF, 0.0]])
+    mapped, batch = est.Reinforce(**options), est.Reinforce(**options)
+
+    def loss(x: Tensor) -> Tensor:
+        return mapped.loss(sx.Choice(x, validate_args=False), cost)
+
+    torch.vmap(torch.func.grad(loss), randomness="different")(scores)
+    batch.loss(sx.Choice(scores), cost)
+    for found, expected in zip(mapped.buffers(), batch.buffers(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_mapped_draws_are_not_replayed() -> None:
+    ppo = est.PPO()
+    scores = torch.zeros(4, 3)
+    torch.vmap(lambda x: ppo.loss(sx.Choice(x), cost), randomness="different")(scores)
+    with pytest.raises(RuntimeError, match=r"no draws yet.*not in vmap"):
+        ppo.replay(sx.Choice(scores))
+
+
+def test_sum_and_sample_under_vmap() -> None:
+    torch.manual_seed(0)
+    estimator, x = est.SumAndSample(k=1), torch.tensor([0.3, 0.0, -0.4])
+    gradient = torch.func.grad(lambda x: estimator.loss(sx.Choice(x), cost))
+    found = torch.vmap(gradient, randomness="different")(x.expand(20_000, 3)).mean(0)
+    p = x.softmax(-1)
+    torch.testing.assert_close(found, p * (COSTS - p @ COSTS), rtol=0, atol=0.03)
+
+
+def test_true_is_no_count_of_samples() -> None:
+    with pytest.raises(ValueError, match=r"samples must be an integer, .* got True"):
+        est.Reinforce(samples=True)
+
+
+def test_draws_of_inference_mode_are_replayed() -> None:
+    ppo, x = est.PPO(samples=2), torch.zeros(2, 3, requires_grad=True)
+    with torch.inference_mode():
+        ppo.loss(sx.Choice(x), cost)
+    ppo.replay(sx.Choice(x)).sum().backward()
+    assert x.grad is not None and bool(x.grad.isfinite().all())
+
+
+def test_only_rows_beyond_a_bound_are_projected() -> None:
+    graph = sx.FactorGraph()
+    scores = torch.tensor([[2.0, 2.0, 2.0], [1.0, -math.inf, -math.inf]])
+    ids = graph.variables(scores)
+    graph.budget(ids, 2)
+    mu = graph.sparsemap()[ids]
+    torch.testing.assert_close(mu[0].sum(), torch.tensor(2.0))
+    assert mu[1].tolist() == [1.0, 0.0, 0.0]
+
+
+def test_a_perturbation_is_a_tensor() -> None:
+    with pytest.raises(ValueError, match=r"perturb: delta must be a tensor, got \[1.0, 2.0\]"):
+        sx.Choice(torch.zeros(2)).perturb([1.0, 2.0])
