@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 import structmax as sx
 from structmax import estimators as est
-from structmax import jit, launch
+from structmax import jit
 from structmax.estimators import baselines, exact_expectation, noise
 from structmax.nn import hf
 from structmax.primitive import backend_for
@@ -557,51 +557,6 @@ def test_samples_under_vmap(kind: str) -> None:
     assert not torch.equal(other[0], other[2])
     for z in (alike, other):
         assert bool(make(scores[0]).log_prob(z[1]).isfinite().all())  # of structures
-
-
-# -- launches of GPU kernels -----------------------------------------------------------------------
-
-
-class Kernel:
-    """In the place of a Triton kernel: writes down what it compiles and what is launched."""
-
-    arg_names = ("X", "n", "gamma", "BLOCK")
-
-    def __init__(self) -> None:
-        self.compiled = 0
-        self.launched: list[tuple] = []
-
-    def __getitem__(self, grid: tuple[int, ...]):
-        def run(*args: object, **named: object) -> Compiled:
-            self.compiled += 1
-            return Compiled(self)
-
-        return run
-
-
-class Compiled:
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: tuple[int, ...]):
-        return lambda *values: self.kernel.launched.append((grid, *values))
-
-
-def test_a_kernel_is_looked_up_once(monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    kernel, x = Kernel(), torch.zeros(8)
-    quick = launch.Quick(kernel)
-    for _ in range(3):
-        quick[(2,)](x, 8, BLOCK=4, gamma=0.5)
-    # the addresses and numbers, in the order of the parameters
-    assert kernel.compiled == 1 and kernel.launched == [((2, 1, 1), x.data_ptr(), 8, 0.5, 4)] * 2
-    for other in (x.double(), x[1:], x):
-        quick[(2,)](other, 8.0 if other is x else 8, BLOCK=4, gamma=0.5)
-    assert kernel.compiled == 4  # another dtype, an address that is not aligned, a float
-    monkeypatch.setattr(launch, "MOST", 4)
-    quick[(2,)](x, 9, BLOCK=4, gamma=0.5)
-    assert len(quick.kept) == 1  # what is kept is bounded
-    assert launch.quick(kernel) is kernel  # which is none of Triton's
 
 
 # -- estimators, from outside ---------------------------------------------------------------------

@@ -52,8 +52,8 @@ def reads_half(unary: Tensor, transition: Tensor, omega: Omega) -> bool:
     return alone and omega == Shannon().code and _backend(unary) == "gpu"
 
 
-def _engine(unary: Tensor, name: str | None = None) -> ModuleType:
-    name = name or _backend(unary)
+def _engine(unary: Tensor) -> ModuleType:
+    name = _backend(unary)
     if name == "gpu" and _module("gpu_long").suits(unary):
         name = "gpu_long"
     return _module(name)
@@ -123,14 +123,12 @@ def _value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tenso
 
 def _gradient(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> list[Tensor]:
     gamma, theta = omega[1], _scaled(scores, omega[1])
-    name = _backend(scores[0])
-    if name == "cpu":
-        value, *mu = _module(name).gradient(*_four(theta), *constants)
+    if _backend(scores[0]) == "cpu":
+        value, *mu = _engine(scores[0]).gradient(*_four(theta), *constants)
         mu = mu[: len(scores)]
     else:
         folded, lost = _folded(theta, constants[0])
-        engine = _engine(folded[0], name)
-        value, *mu = engine.gradient(*folded, constants[0], len(constants) > 1)
+        value, *mu = _engine(folded[0]).gradient(*folded, constants[0], len(constants) > 1)
         value = _finished(value, mu, folded, lost, constants)
         mu = _spread(mu, theta[2:], constants[0])
     if gamma == 1.0:
