@@ -282,7 +282,7 @@ def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
 def sums_to(p: Tensor, total: float, dim: int) -> Tensor:
     """Whether each row does, up to rounding; ``dim`` is kept."""
     rounding = 1e-3 if p.dtype.itemsize >= 4 else 3e-2
-    sums = p.detach().sum(dim, keepdim=True, dtype=torch.float64)
+    sums = p.detach().sum(dim, keepdim=True)
     return (sums - total).abs() <= rounding * max(total, 1.0)
 
 
