@@ -15,7 +15,7 @@ Hessian-vector product by itself. Everything works under double backward, ``torc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -288,8 +288,15 @@ def on_host(tensor: Tensor, what: str = "a tensor") -> np.ndarray:
             f"{what} cannot be mapped by torch.func.vmap, since it is read on the host. Give it as "
             "a batch."
         )
-    with temporarily_clear_interpreter_stack():  # else detach would wrap it again
+    with untransformed():  # else detach would wrap it again
         return tensor.detach().cpu().numpy()
+
+
+def untransformed() -> AbstractContextManager[Any]:
+    """What is computed inside does not belong to any transform of ``torch.func``."""
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()
 
 
 def flatten_batch(tensor: Tensor, event_dim: int) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -234,3 +236,34 @@ def test_only_rows_beyond_a_bound_are_projected() -> None:
 def test_a_perturbation_is_a_tensor() -> None:
     with pytest.raises(ValueError, match=r"perturb: delta must be a tensor, got \[1.0, 2.0\]"):
         sx.Choice(torch.zeros(2)).perturb([1.0, 2.0])
+
+
+@pytest.mark.parametrize("bounded", [sx.csparsemax, sx.csoftmax])
+def test_tight_bounds_of_half_precision_beside_an_absent_entry(
+    bounded: Callable[..., Tensor],
+) -> None:
+    """Their sum is a little less than 1, which is no reason to solve again."""
+    x = torch.tensor([3.0, 1.0, 2.0, -INF])
+    upper = torch.tensor([0.333, 0.333, 0.333, 0.5], dtype=torch.bfloat16).requires_grad_()
+    p = bounded(x, upper)
+    (g,) = torch.autograd.grad((p * torch.tensor([1.0, 10.0, 100.0, 7.0])).sum(), upper)
+    assert g.tolist() == [-9.0, 0.0, 90.0, 0.0]  # a looser bound takes from the lowest score
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f), randomness="different")],
+)
+def test_what_estimators_keep_outlives_a_transform(transform: Callable[..., Any]) -> None:
+    for estimator in (est.Reinforce(samples=2, baseline="ema"), est.PPO(samples=2, baseline="ema")):
+        loss = lambda s, e=estimator: e.loss(sx.Choice(s), lambda z: z[..., 0]).sum()  # noqa: E731
+        transform(loss)(torch.randn(4, 5))
+        again = pickle.loads(pickle.dumps(copy.deepcopy(estimator)))
+        assert all(bool(b.isfinite().all()) for b in again.state_dict().values())
+
+
+def test_unary_scores_of_an_hmm_are_not_assigned() -> None:
+    tables = torch.zeros(2), torch.zeros(2, 2), torch.zeros(2, 3)
+    model = sx.HMM(*tables, torch.tensor([0, 1]))
+    with pytest.raises(AttributeError, match="unary is emission"):
+        model.unary = torch.zeros(2, 2)

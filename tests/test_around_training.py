@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,27 @@ from structmax.train.tasks.toy import Toy, ToyConfig
 HEADS, LENGTHS = torch.tensor([[2, 0, 2], [0, 1, 0]]), torch.tensor([3, 2])
 
 # -- networks --------------------------------------------------------------------------------------
+
+
+def test_backward_passes_through_one_pool_at_the_same_time() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    pool = Pool(x)
+    for _ in range(30):
+        pool.write(pool.read(torch.tensor([0])) * 1.0)
+    out = pool.read(torch.arange(32)).sum()
+    found: list[Tensor] = []
+
+    def run() -> None:
+        found.append(torch.autograd.grad(out, x, retain_graph=True)[0])
+
+    for _ in range(10):
+        threads = [threading.Thread(target=run) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(found) == 20 and all(torch.equal(g, found[0]) for g in found)
+    assert found[0].tolist() == [[31.0] * 3, [1.0] * 3]
 
 
 def test_a_backward_pass_that_failed_leaves_nothing_in_a_pool() -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from structmax.primitive import recordable
+from structmax.primitive import recordable, untransformed
 from structmax.structures.base import Structure
 
 KINDS = (None, "ema", "self-critic", "leave-one-out")
@@ -23,7 +23,8 @@ class Draws(NamedTuple):
 
     def kept(self) -> Draws | None:
         """For later, without gradients; None in ``vmap``, whose tensors do not outlive it."""
-        plain = Draws(*map(_plain, self))
+        with untransformed():
+            plain = Draws(*map(_plain, self))
         same = all(a.shape == b.shape for a, b in zip(plain, self, strict=True))
         return plain if same else None
 
@@ -82,10 +83,11 @@ class RunningMoments(nn.Module):
         empty batch, count nothing."""
         if not values.numel():
             return
-        values = _plain(values).to(self.total)
-        new = {"weight": 1.0, "total": values.mean(), "spread": values.var(correction=0)}
-        for name, value in new.items():
-            setattr(self, name, self.decay * getattr(self, name) + value)
+        with untransformed():  # else what is kept would belong to a transform
+            values = _plain(values).to(self.total)
+            new = {"weight": 1.0, "total": values.mean(), "spread": values.var(correction=0)}
+            for name, value in new.items():
+                setattr(self, name, self.decay * getattr(self, name) + value)
 
 
 class Scale(RunningMoments):

@@ -130,14 +130,14 @@ def answer(
         return op(x, upper, lower, scores, options=[tolerance], dim=dim, mask=mask)
 
     p = solve(x, scores, mask)
-    if not can_look() or bool(sums_to(p, 1.0, dim).all()):
+    if not can_look() or bool(sums_to(p, 1.0, dim, tolerance).all()):
         return p
     if bool(p.detach().sum().isnan()):
         rows = [t.detach().movedim(dim, -1).cpu().double() for t in (p, scores, upper, lower)]
         _explain(op.name, *rows)
     x = x if mask is None else keep(op.name, x, mask)
     bounds = lower.detach(), upper.detach().clamp(max=1)
-    return solve_again(lambda x: solve(x, x.detach()), p, x, *bounds, 1.0, dim)
+    return solve_again(lambda x: solve(x, x.detach()), p, x, *bounds, 1.0, dim, tolerance)
 
 
 def _rounding(dtype: torch.dtype) -> float:

@@ -279,9 +279,9 @@ def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
     return extra >= 0 and all(a in (1, b) for a, b in zip(shape, list(to)[extra:], strict=True))
 
 
-def sums_to(p: Tensor, total: float, dim: int) -> Tensor:
-    """Whether each row does, up to rounding; ``dim`` is kept."""
-    rounding = 1e-3 if p.dtype.itemsize >= 4 else 3e-2
+def sums_to(p: Tensor, total: float, dim: int, slack: float = 0.0) -> Tensor:
+    """Whether each row does, up to rounding, that of bounds included; ``dim`` is kept."""
+    rounding = max(1e-3 if p.dtype.itemsize >= 4 else 3e-2, 2 * slack)
     sums = p.detach().sum(dim, keepdim=True)
     return (sums - total).abs() <= rounding * max(total, 1.0)
 
@@ -294,6 +294,7 @@ def solve_again(
     upper: Tensor,
     total: float,
     dim: int,
+    slack: float = 0.0,
 ) -> Tensor:
     """p, with other answers for rows that do not sum to the total: their τ is 10¹⁶ or so from the
     largest score, relative to which it has lost its digits.
@@ -302,13 +303,14 @@ def solve_again(
     of upper bounds, in the order of the scores, and of lower bounds of the rest reaches the total.
     """
     scores, there = x.detach(), x.detach() > -torch.inf
-    fine = sums_to(p, total, dim) | ~there.any(dim, keepdim=True) | p.detach().isnan()
+    fine = sums_to(p, total, dim, slack) | ~there.any(dim, keepdim=True) | p.detach().isnan()
     if bool(fine.all()):
         return p
     lower, width = torch.where(there, lower, 0.0), torch.where(there, upper - lower, 0.0)
     order = scores.argsort(dim, descending=True)
     reached = lower.sum(dim, keepdim=True) + width.gather(dim, order).cumsum(dim)
-    last = (reached < total).sum(dim, keepdim=True).clamp(max=x.shape[dim] - 1)
+    most = (there.sum(dim, keepdim=True) - 1).clamp(min=0)  # of entries that are there
+    last = torch.minimum((reached < total).sum(dim, keepdim=True), most)
     near = x - scores.gather(dim, order.gather(dim, last))
     return torch.where(fine, p, solve(torch.where(there, near.clamp(-FAR, FAR), -torch.inf)))
 

@@ -74,8 +74,7 @@ class _Table:
 
     def __init__(self, data: Tensor) -> None:
         self.data = data
-        self._grad: Tensor | None = None
-        self._pass = -1  # the number of the backward pass that it belongs to
+        self._grads: dict[int, Tensor] = {}  # by backward pass
 
     def reserve(self, used: int, more: int) -> None:
         if used + more > len(self.data):
@@ -84,16 +83,17 @@ class _Table:
             self.data = grown
 
     def gradients(self) -> Tensor:
-        """The gradient of the rows in this backward pass; forgotten at its end."""
+        """The gradient of the rows in this backward pass; forgotten at its end. One that raised
+        leaves its own behind, and others may run at the same time."""
         now = torch._C._current_graph_task_id()
-        if self._grad is None or self._pass != now:  # one that raised has left its own behind
-            self._grad, self._pass = torch.zeros_like(self.data), now
+        if now not in self._grads:
+            self._grads[now] = torch.zeros_like(self.data)
 
             def forget() -> None:
-                self._grad = None
+                self._grads.pop(now, None)
 
             torch.autograd.Variable._execution_engine.queue_callback(forget)
-        return self._grad
+        return self._grads[now]
 
 
 class _Write(torch.autograd.Function):

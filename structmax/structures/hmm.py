@@ -108,7 +108,8 @@ class HMM(LinearChain):
 
     @unary.setter
     def unary(self, scores: Tensor) -> None:
-        """What a chain is given it would keep."""
+        if "transition" in self.__dict__:  # a chain's constructor would keep what it is given
+            raise AttributeError("HMM: unary is emission[:, observations]. Change these.")
 
     @property
     def _first(self) -> Tensor:

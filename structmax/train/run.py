@@ -42,7 +42,8 @@ def exists(folder: Path) -> bool:
 
 def claim(folder: Path) -> IO[str] | None:
     """Keep other processes from training in a folder, until the file is closed or this process
-    ends; None if another one does."""
+    ends; None if another one does. What else happens in this process is its own affair: its second
+    claim is granted too, and ends the first when it is closed."""
     with as_user_error():
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("a")
