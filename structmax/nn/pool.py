@@ -15,8 +15,10 @@ class Pool:
     numbers, which are cheap to shift, pick and repeat, while the vectors stay in place: a step
     costs what it touches, forwards and backwards. Gradients flow through ``write`` and ``read``
     (once: there is no second derivative), and are gathered in a table of the same kind, since every
-    read comes after the writes before it. Under the transformations of
-    ``torch.func``, which allow no such table, every write copies.
+    read comes after the writes before it. Under the transformations of ``torch.func``, which allow
+    no such table, every write copies. A pool belongs inside a checkpoint
+    (``torch.utils.checkpoint``) as a whole: reads that are repeated there find a later token, and
+    gradients would be wrong.
 
     Args:
         rows: ``(count, s)``, the first ones
