@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -66,7 +67,7 @@ def as_tensor(owner: str, name: str, given: object, device: torch.device) -> Ten
         return torch.as_tensor(given, device=device)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(
-            f"{owner}: {name} must be a tensor or lists of numbers, got {given!r}."
+            f"{owner}: {name} must be a tensor or lists of numbers, got {reprlib.repr(given)}."
         ) from None
 
 

@@ -25,7 +25,7 @@ from structmax.estimators.objectives import (
     distribution_of,
     gradient,
 )
-from structmax.structures.base import Structure
+from structmax.structures.base import IntractableError, Structure
 
 if TYPE_CHECKING:
     from structmax.draw.svg import Drawing
@@ -144,7 +144,11 @@ class Diagnosis:
 def diagnose(
     structure: Structure,
     cost: Callable[..., Tensor],
-    estimators: Sequence[str | Estimator] | Mapping[str, str | Estimator] | None = None,
+    estimators: str
+    | Estimator
+    | Sequence[str | Estimator]
+    | Mapping[str, str | Estimator]
+    | None = None,
     samples: int = 200,
     generator: torch.Generator | None = None,
 ) -> Diagnosis:
@@ -172,7 +176,8 @@ def diagnose(
         structure: small enough for ``enumerate_support``
         cost: as for ``Estimator.loss``; it must be defined between structures where an estimator
             relaxes them, or needs ∂L/∂z
-        estimators: names, estimators, or either by a name of yours; all that apply unless given
+        estimators: names, estimators, or either by a name of yours; unless given, all that apply
+            and that there is something to compare with
         samples: repetitions
         generator: seeds the draws of estimators that have no generator of their own
 
@@ -201,13 +206,19 @@ def diagnose(
         if generator is not None:
             torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
         for name, estimator in chosen.items():
+            try:
+                found = _references(objectives, estimator)
+            except IntractableError:
+                if estimators is not None:
+                    raise
+                skipped[name] = "nothing to compare with"
+                continue
             seen, times = [], []
             for _ in range(samples):
                 start = time.perf_counter()
                 seen.append(gradient(estimator.loss(live, cost), leaves))
                 times.append(time.perf_counter() - start)
             calls = _count(structure, estimator, cost)
-            found = _references(objectives, estimator)
             for (against, under), reference in found.items():
                 records.append(
                     {
@@ -238,6 +249,8 @@ def _choose(structure: Structure, given: Any) -> tuple[dict[str, Estimator], dic
             {name: e for name, e in every.items() if name not in lacks},
             {name: f"no {q}" if q else "not this structure" for name, q in lacks.items()},
         )
+    if isinstance(given, str | Estimator):
+        given = [given]
     if not isinstance(given, Mapping):
         names = [e if isinstance(e, str) else repr(e) for e in given]
         again = [names[:i].count(name) for i, name in enumerate(names)]

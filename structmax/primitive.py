@@ -299,6 +299,13 @@ def untransformed() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack()
 
 
+def unwrapped(t: Tensor) -> Any:
+    """What a tensor holds beneath the transforms of ``torch.func``: under ``vmap`` all items."""
+    while not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
+    return t.detach()
+
+
 def flatten_batch(tensor: Tensor, event_dim: int) -> Tensor:
     """One batch dimension; an expanded tensor stays expanded (stride 0) where it can."""
     batch = tensor.dim() - event_dim

@@ -267,3 +267,179 @@ def test_unary_scores_of_an_hmm_are_not_assigned() -> None:
     model = sx.HMM(*tables, torch.tensor([0, 1]))
     with pytest.raises(AttributeError, match="unary is emission"):
         model.unary = torch.zeros(2, 2)
+
+
+# -- forms and transforms -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [[2, 3], [2, 2]])
+@pytest.mark.parametrize("smoothing", [sx.Shannon(), sx.Gini()])
+def test_decoded_tags_are_scored(lengths: list[int], smoothing: sx.Smoothing) -> None:
+    args = torch.randn(2, 3, 2), torch.randn(2, 2)
+    chain = sx.LinearChain(*args, lengths=torch.tensor(lengths), smoothing=smoothing)
+    z = chain.argmax()
+    for query in (chain.score, chain.log_prob):
+        assert torch.allclose(query(chain.decode(z)), query(z))
+    with pytest.raises(ValueError, match="z must be a tensor or lists of numbers"):
+        chain.log_prob("nouns")
+
+
+def test_one_item_of_a_chain_with_steps() -> None:
+    chain = sx.LinearChain(
+        torch.zeros(2, 3, 2), torch.zeros(2, 2, 2, 2), lengths=torch.tensor([2, 3]),
+        smoothing=sx.Gini(),
+    )  # fmt: skip
+    assert torch.allclose(chain[0].entropy(), chain.entropy()[0])
+    assert chain[0].expand(()).batch_shape == ()
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_paths_are_made_inside_transforms(fresh: bool) -> None:
+    """A graph that a transform drew first is as good as any other later."""
+    edges = [[0, 1], [0, 2], [1, 2], [2, 3 + fresh]]  # not yet kept
+
+    def value(x: Tensor) -> Tensor:
+        path = sx.Path(torch.tensor(edges), x, 0, 2)
+        assert path.decode(path.argmax()) in ([0, 2], [0, 1, 2]) or not fresh
+        return path.log_partition()
+
+    x = torch.tensor([0.5, 0.0, 1.0, 0.0])
+    slope = torch.func.grad(value)(x)
+    out, tangent = torch.func.jvp(value, (x,), (torch.ones(4),))
+    path = sx.Path(torch.tensor(edges), x, 0, 2)
+    assert torch.allclose(path.marginals(), slope)
+    assert torch.allclose(path.log_partition(), out)
+    assert torch.allclose(tangent, slope.sum())
+    assert torch.allclose(torch.func.jacrev(torch.func.jacrev(value))(x), hessian(value, x))
+
+
+def hessian(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return torch.autograd.functional.hessian(function, x)  # type: ignore[return-value]
+
+
+def test_free_paths_are_decoded_inside_transforms() -> None:
+    def total(x: Tensor) -> Tensor:
+        grid = sx.GridPath(x, moves="all")
+        assert grid.decode(grid.argmax()) == [(0, 0), (1, 1)]
+        return x.sum()
+
+    assert torch.equal(torch.func.grad(total)(-torch.ones(2, 2)), torch.ones(2, 2))
+
+
+def test_bad_items_that_nobody_looked_at_are_nan() -> None:
+    """Never a plausible number."""
+    lengths, unlooked = torch.tensor([9, 3]), {"validate_args": False}
+    chain = sx.LinearChain(torch.ones(2, 3, 2), torch.zeros(2, 2), lengths=lengths, **unlooked)
+    assert chain.score(torch.zeros(2, 3).long()).isnan().tolist() == [True, False]
+    z = torch.nn.functional.one_hot(torch.tensor([[0, 0, 1]] * 2), 2).float()
+    for smoothing in (sx.Gini(), sx.Hard()):
+        ctc = sx.CTC(
+            torch.zeros(2, 3, 2), torch.tensor([[1], [1]]), torch.tensor([0, 3]),
+            torch.tensor([1, 1]), smoothing=smoothing, **unlooked,
+        )  # fmt: skip
+        assert ctc.log_prob(z).isnan().tolist() == [True, False]
+    scores = torch.zeros(2, 2, 2)
+    scores[0, 1, 1] = math.nan
+    best = sx.Assignment(scores, **unlooked).max_marginals()
+    assert best[0].isnan().all() and (best[1] == 0).all()
+    grammar = sx.PCFG(
+        torch.zeros(1), torch.zeros(1, 2, 2), torch.zeros(2, 3, 1), lengths=lengths,
+        smoothing=sx.Hard(), **unlooked,
+    )  # fmt: skip
+    assert grammar.entropy().isnan().tolist() == [True, False]
+    assert grammar.log_prob(torch.zeros(2, 3, 3, 2)).isnan().tolist() == [True, False]
+
+
+# -- estimators -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"baseline": "ema"}, {"normalize": True}])
+@pytest.mark.parametrize("bad", [INF, math.nan])
+def test_a_cost_that_is_not_finite_is_forgotten(options: dict[str, Any], bad: float) -> None:
+    estimator = est.Reinforce(4, **options)
+    for step in range(3):
+        scores = torch.zeros(2, 3, requires_grad=True)
+        odd = torch.tensor([bad if step == 1 else 0.0, 0.0])
+        estimator.loss(sx.Choice(scores), lambda z, odd=odd: cost(z) + odd).sum().backward()
+    assert scores.grad is not None and scores.grad.isfinite().all()
+    assert all(t.isfinite() for t in estimator.state_dict().values())
+    kept = copy.deepcopy(estimator.state_dict())
+    scores = torch.zeros(2, 3)
+    estimator.loss(sx.Choice(scores), lambda z: cost(z) + bad)  # not one is finite
+    assert all(torch.equal(t, kept[name]) for name, t in estimator.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_estimators_keep_is_wide_in_a_narrow_model(dtype: torch.dtype) -> None:
+    estimator = est.Reinforce(64, "ema", normalize=True).to(dtype)
+    for _ in range(3):
+        scores = torch.zeros(3, requires_grad=True)
+        estimator.loss(sx.Choice(scores), lambda z: 1e5 * cost(z)).backward()
+        assert scores.grad is not None and scores.grad.isfinite().all()
+        assert bool(scores.grad.any())
+    look = est.IMLE("adaptive").to(dtype).look
+    look.update(torch.tensor([4.0]))
+    assert look.alpha.item() == pytest.approx(0.999, abs=1e-6)
+    assert est.Reinforce(1, "ema").to("meta").baseline.costs.total.is_meta
+
+
+def test_an_adaptive_look_does_not_see_masks() -> None:
+    def slope(mask: float, dtype: torch.dtype) -> Tensor:
+        scores = torch.tensor([[1.0, 2.0, mask]], dtype=dtype, requires_grad=True)
+        estimator = est.IMLE("adaptive", noise=None)
+        estimator.loss(sx.Choice(scores), lambda z: z @ COSTS.to(dtype) ** 2).sum().backward()
+        assert scores.grad is not None
+        return scores.grad
+
+    for dtype in (torch.float32, torch.float64):
+        found = slope(torch.finfo(dtype).min, dtype)
+        assert bool(found.any()) and torch.equal(found, slope(-INF, dtype))
+
+
+def test_local_softmax_has_the_temperature_of_the_structure() -> None:
+    grads = []
+    for backward in ("softmax", "marginals"):
+        scores = torch.tensor([0.0, 1.0, 2.0], requires_grad=True)
+        choice = sx.Choice(scores, smoothing=sx.Shannon(0.25))
+        cost(est.StraightThrough(backward)(choice)).backward()
+        grads.append(scores.grad)
+    assert torch.allclose(*grads)
+
+
+def test_estimators_without_a_reference_are_left_out_or_told() -> None:
+    grid = sx.GridPath(-torch.rand(2, 2), moves="all")
+    result = sx.diagnose(grid, lambda z: z.sum((-1, -2)), samples=2)
+    assert {r["estimator"] for r in result.records} == {"sparsemap", "sparse-expectation"}
+    assert result.skipped["imle"] == "nothing to compare with"
+    with pytest.raises(sx.structures.base.IntractableError, match="no gradient under"):
+        sx.diagnose(grid, lambda z: z.sum((-1, -2)), "straight-through", samples=2)
+
+
+# -- what is said ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gamma", [0.25, 0.8, 1.0, 2.0])
+def test_smoothed_maxima_near_the_end_of_the_range(gamma: float) -> None:
+    for omega in (sx.Shannon(gamma), sx.Gini(gamma), sx.Tsallis(1.5, gamma)):
+        for x in ([0.0, 3e38], [-3e38, -3e38], [torch.finfo(torch.float32).min, 1.0]):
+            found = sx.smoothed_max(torch.tensor(x), omega)
+            assert torch.isclose(found, torch.tensor(max(x)), rtol=1e-6, atol=2.0)
+    assert sx.smoothed_max(torch.full((2,), -INF), sx.Gini(gamma)) == -INF
+
+
+def test_infinite_series_are_refused_whatever_the_features() -> None:
+    for d in (1, 2):
+        x = torch.zeros(1, 2, d)
+        x[0, 0, 0] = INF
+        with pytest.raises(ValueError, match=r"x\[0, 0, 0\] is inf. Series must be finite"):
+            sx.losses.SoftDTW()(x, torch.zeros(1, 2, d))
+    no_path = sx.losses.SoftDTW(band=0)(torch.zeros(1, 2, 1), torch.zeros(1, 3, 1))
+    assert no_path.tolist() == [INF]
+
+
+def test_targets_that_are_no_integers() -> None:
+    chain = sx.LinearChain(torch.zeros(2, 3, 2), torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="Tags, heads and the like must be integers"):
+        sx.losses.crf(chain, torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="emissions must be a tensor, got list"):
+        sx.nn.CRF(2).decode([[0.0, 1.0]])  # type: ignore[arg-type]

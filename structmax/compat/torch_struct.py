@@ -370,6 +370,9 @@ class SentCFG(StructDistribution):
     [(1, 4, 2), (1, 1, 3, 3), (1, 1), (1, 4, 4, 1)]
     >>> grammar.log_prob(grammar.argmax).exp()
     tensor([0.0125])
+    >>> spans, extra = grammar.from_event(grammar.argmax)
+    >>> spans.shape, grammar.log_prob(grammar.to_event(spans, extra)).exp()
+    (torch.Size([1, 4, 4, 3]), tensor([0.0125]))
     """
 
     _event = ("N", "T")
@@ -414,6 +417,18 @@ class SentCFG(StructDistribution):
         roots = (sequence[..., 0, :, :nt] * top).sum(-2)
         terms = sequence[..., nt:].diagonal(dim1=-3, dim2=-2).mT
         return terms, rule_counts(sequence, nt), roots
+
+    @staticmethod
+    def from_parts(parts: tuple[Tensor, ...]) -> tuple[Tensor, tuple[int, int]]:
+        """Labelled spans ``(..., N, N, NT+T)`` of an event with spans, and (NT, T)."""
+        if len(parts) < 4:
+            raise ValueError("SentCFG: an event without spans, its fourth part, has no such form.")
+        terms, spans = parts[0], parts[3]
+        nt, at = spans.shape[-1], torch.arange(terms.shape[-2], device=terms.device)
+        width = at - at[:, None] - 1  # [i, j]
+        labels = spans[..., width.clamp(min=0), at[:, None], :] * (width >= 0)[..., None]
+        words = torch.diag_embed(terms.mT).movedim(-3, -1)
+        return torch.cat([labels, words.to(labels)], -1), (nt, terms.shape[-1])
 
 
 class AlignmentCRF(StructDistribution):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from structmax.estimators.base import at_least
+from structmax.estimators.running import Running
 from structmax.structures.base import Structure
 
 STEP = 1e-3
 
 
-class Lam(nn.Module):
+class Lam(Running):
     """λ for each item and sample: a number, or ``"adaptive"``, λ = α ‖θ‖/‖∂L/∂z‖.
 
     There α follows the number of non-zero differences of an item, so that there is one on average
@@ -47,12 +47,13 @@ class Lam(nn.Module):
 
     def forward(self, structure: Structure, g: Tensor) -> Tensor:
         """λ ``(*sample, *batch)`` for g = ∂L/∂z; adaptive, it may be anything where that is 0."""
-        slope = g.flatten(g.dim() - len(structure.event_shape)).norm(dim=-1)
+        parts = g.dim() - len(structure.event_shape)
         if self.lam != "adaptive":
-            return torch.full_like(slope, self.lam)
+            return g.new_full(g.shape[:parts], self.lam)
         scores = structure.primary.detach()
-        scores = torch.where(scores == -math.inf, 0.0, scores)
-        theta = scores.flatten(len(structure.batch_shape)).norm(dim=-1)
+        there = scores > torch.finfo(structure.dtype).min / 2  # not masked by −inf or by the lowest
+        slope = torch.where(there, g, 0.0).flatten(parts).norm(dim=-1)
+        theta = torch.where(there, scores, 0.0).flatten(len(structure.batch_shape)).norm(dim=-1)
         lam = self.alpha.to(slope) * theta / slope
         return torch.where((slope > 0) & (theta > 0), lam, 1.0)
 

@@ -1,4 +1,4 @@
-"""What REINFORCE knows of its draws: baselines, and running moments of earlier calls."""
+"""What REINFORCE knows of its draws, and baselines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from structmax.primitive import recordable, untransformed
+from structmax.estimators.running import RunningMoments
+from structmax.primitive import recordable, untransformed, unwrapped
 from structmax.structures.base import Structure
 
 KINDS = (None, "ema", "self-critic", "leave-one-out")
@@ -24,7 +25,7 @@ class Draws(NamedTuple):
     def kept(self) -> Draws | None:
         """For later, without gradients; None in ``vmap``, whose tensors do not outlive it."""
         with untransformed():
-            plain = Draws(*map(_plain, self))
+            plain = Draws(*map(unwrapped, self))
         same = all(a.shape == b.shape for a, b in zip(plain, self, strict=True))
         return plain if same else None
 
@@ -33,61 +34,9 @@ class Draws(NamedTuple):
         return Draws(*map(recordable, self))
 
 
-def _plain(t: Tensor) -> Tensor:
-    """What a tensor holds beneath the transforms of ``torch.func``: under ``vmap`` all items."""
-    while not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(t):
-        t = torch._C._functorch.get_unwrapped(t)
-    return t.detach()
-
-
 def regularized(loss: Tensor, structure: Structure, weight: float) -> Tensor:
     """loss − weight · H(p), where the structure has an entropy."""
     return loss - weight * structure.entropy() if weight and structure.supports("entropy") else loss
-
-
-class RunningMoments(nn.Module):
-    """Exponentially weighted mean and variance of the values of earlier calls, as buffers.
-
-    >>> moments = RunningMoments(decay=0.5)
-    >>> moments.mean().item()
-    0.0
-    >>> moments.update(torch.tensor([1.0, 3.0]))
-    >>> moments.update(torch.tensor([5.0, 5.0]))
-    >>> moments.mean().item()  # (½·2 + 5)/1½
-    4.0
-    >>> round(moments.variance().item(), 4)  # within calls: (½·1 + 0)/1½
-    0.3333
-    """
-
-    weight: Tensor
-    total: Tensor
-    spread: Tensor
-
-    def __init__(self, decay: float = 0.9) -> None:
-        super().__init__()
-        self.decay = decay
-        for name in ("weight", "total", "spread"):
-            self.register_buffer(name, torch.zeros((), dtype=torch.float64))
-
-    def mean(self) -> Tensor:
-        """0 before the first update."""
-        return self.total / torch.where(self.weight > 0, self.weight, 1.0)
-
-    def variance(self) -> Tensor:
-        """That within a call, averaged over calls; 0 before the first update."""
-        return self.spread / torch.where(self.weight > 0, self.weight, 1.0)
-
-    @torch.no_grad()
-    def update(self, values: Tensor) -> None:
-        """Adds the values of one call, which count as one however many they are; none, as of an
-        empty batch, count nothing."""
-        if not values.numel():
-            return
-        with untransformed():  # else what is kept would belong to a transform
-            values = _plain(values).to(self.total)
-            new = {"weight": 1.0, "total": values.mean(), "spread": values.var(correction=0)}
-            for name, value in new.items():
-                setattr(self, name, self.decay * getattr(self, name) + value)
 
 
 class Scale(RunningMoments):

@@ -133,6 +133,11 @@ class Objectives:
     # -- structures (N, *batch, *parts) and their probabilities (N, *batch) -----------------------
 
     def _own(self, estimator: Any) -> tuple[Tensor, Tensor]:
+        if not self.structure.supports("log_prob"):
+            raise IntractableError(
+                f"diagnose: {self.structure._name}.log_prob is intractable here, so there is no "
+                "gradient under the structure's own distribution to compare with."
+            )
         log_prob = self.structure.log_prob(self.z)
         return self.z, torch.where(self.exists, log_prob, -torch.inf).exp()
 

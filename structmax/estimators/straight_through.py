@@ -21,7 +21,8 @@ class StraightThrough(base.Estimator):
     - ``"marginals"``: that of the marginals μ(θ), the Hessian-vector product ∇²A(θ)·∂L/∂z, for
       additional parts too. The temperature is that of the structure.
     - ``"softmax"``: that of the softmax in each local group (the tags of a position, the heads of a
-      word), as if there were no structure; an error without groups. Additional parts get none.
+      word) at that temperature, as if there were no structure; an error without groups. Additional
+      parts get none.
     - ``"beam"``: that of the mean of the k best structures, p ∝ exp(score/γ), for all parts.
 
     Biased: argmax has no gradient, and this is that of another function. Structures built by a
@@ -69,8 +70,9 @@ class StraightThrough(base.Estimator):
     def _pullback(self, structure: Structure, z: Tensor, g: Tensor) -> Tensor:
         if self.backward == "identity":
             return base.straight(structure, g)
-        smooth = structure.marginals if self.backward == "marginals" else structure.local_softmax
-        return smooth() * g
+        if self.backward == "marginals":
+            return structure.marginals() * g
+        return structure.local_softmax(structure.temperature) * g
 
     def _over_beam(self, structure: Structure) -> Tensor:
         (every, scores, _), at = structure.topk(self.k), len(structure.batch_shape)

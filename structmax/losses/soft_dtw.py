@@ -103,7 +103,7 @@ class SoftDTW(torch.nn.Module):
         if self.divergence:
             own = self._loss(x, x, rows, rows) + self._loss(y, y, columns, columns)
             loss = loss - own / 2
-        if loss.device.type == "cpu" and checks.can_look() and bool(loss.isnan().any()):
+        if loss.device.type == "cpu" and checks.can_look() and not bool(loss.isfinite().all()):
             _refuse({"x": x, "y": y})
         return loss
 
@@ -158,7 +158,7 @@ def _padded(x: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def _refuse(series: dict[str, Tensor]) -> None:
-    """Says why a loss is NaN: a series holds something else than finite numbers."""
+    """Says so where a series is not finite. Else +inf is right: a band leaves no path."""
     for name, tensor in series.items():
         bad = ~tensor.isfinite()
         if bool(bad.any()):

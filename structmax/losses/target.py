@@ -135,9 +135,11 @@ class Target:
         """A tensor of means expanded to the batch."""
         at = tensor.dim() - len(event)
         if at < 0 or tensor.shape[at:] != event:
+            short = at < len(self.structure.batch_shape)
+            hint = " Tags, heads and the like must be integers: use .long()." if short else ""
             raise ValueError(
                 f"{self.owner}: {name} must be (..., {', '.join(map(str, event))}) for "
-                f"{self.structure._name}, got {tuple(tensor.shape)}."
+                f"{self.structure._name}, got {tuple(tensor.shape)} of {tensor.dtype}.{hint}"
             )
         try:
             return tensor.expand(*self.structure.batch_shape, *event)
@@ -175,7 +177,9 @@ class Target:
         if self.is_hard:
             return self._fitting(self.structure.score(self.z))
         dims = len(self.structure.batch_shape)
-        pairs = zip(self._seen._parts(), self.means)  # a silent part without a mean scores nothing
+        pairs = zip(
+            self._seen._allowed_parts(), self.means
+        )  # a silent part without a mean scores nothing
         terms = [dot(part, mean.to(part.dtype), part.dim() - dims) for part, mean in pairs]
         return torch.stack(terms).sum(0)
 

@@ -125,6 +125,10 @@ def smoothed_max(x: Tensor, omega: Smoothing, dim: int = -1, mask: Tensor | None
     if kind == HARD:
         p, alpha = argmax(work), 2.0
     else:
-        p = entmax.rows(work / gamma, [], [alpha])
+        centred = work
+        if gamma < 1:  # else large scores would overflow
+            peak = work.detach().amax(-1, keepdim=True)
+            centred = work - torch.where(peak.isfinite(), peak, 0.0)
+        p = entmax.rows(centred / gamma, [], [alpha])
     exponent = torch.full((1,), alpha, dtype=work.dtype, device=work.device)
     return Value.apply(work, p, exponent, gamma)

@@ -164,6 +164,8 @@ class CRF(nn.Module):
         return tensor if self.batch_first else tensor.transpose(0, 1)
 
     def _check(self, emissions: Tensor, **others: Tensor | None) -> None:
+        if not isinstance(emissions, Tensor):
+            raise ValueError(f"emissions must be a tensor, got {type(emissions).__name__}")
         if emissions.dim() != 3:
             raise ValueError(f"emissions must have dimension of 3, got {emissions.dim()}")
         if emissions.shape[2] != self.num_tags:

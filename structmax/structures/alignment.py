@@ -282,6 +282,12 @@ class Alignment(TwoSided, DynamicStructure):
             parts[0] = parts[0] + torch.where(bad, math.nan, 0.0).to(dtype)[..., None, None]
         return tuple(parts)
 
+    def _allowed_parts(self) -> tuple[Tensor, ...]:
+        if self.band is None:
+            return self._parts()
+        cells, *others = self._parts()
+        return torch.where(self._usable_parts(), cells, -math.inf), *others
+
     def _pack(self, parts: Sequence[Tensor]) -> Tensor:
         cells, *others = parts
         grow = [bucket(size) - size for size in self.event_shape]

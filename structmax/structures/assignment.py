@@ -313,7 +313,10 @@ class Assignment(TwoSided, DynamicStructure):
         return best, self._z_of(columns)
 
     def max_marginals(self) -> Tensor:
-        return oracle.max_marginals(self._parts()[0].detach(), *self._sizes())[0]
+        scores = torch.where(self._inside(), self._parts()[0].detach(), 0.0)
+        best = oracle.max_marginals(scores, *self._sizes())[0]
+        bad = scores.isnan().flatten(-2).any(-1)  # where nobody looked
+        return torch.where(bad[..., None, None], math.nan, best)
 
     # -- relaxations ------------------------------------------------------------------------------
 

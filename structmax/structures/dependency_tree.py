@@ -153,6 +153,10 @@ class DependencyTree(SquareStructure):
         across = (-3, -1) if self.labelled else (-2,)
         return include.sum(across, keepdim=True) - include.long() > 0
 
+    @property
+    def _trees(self) -> str:
+        return f'DependencyTree(root="{self.root}", projective={self.projective})'
+
     # -- heads ------------------------------------------------------------------------------------
 
     def _inside(self) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -59,6 +59,9 @@ class DynamicStructure(PartStructure):
         """Primary parts ``(..., *batch, width)`` as ``(..., *batch, *parts)``."""
         return flat.unflatten(-1, self.event_shape)
 
+    _goals_are: ClassVar[str] = "lengths"
+    """What an item's goal node follows from, for errors."""
+
     def _derivation_size(self) -> int:
         """The most nodes in a derivation."""
         return longest(self._forest_key())
@@ -72,6 +75,10 @@ class DynamicStructure(PartStructure):
             raise ValueError(
                 f"{self._name}: both distributions must be over the derivations of one forest, "
                 f"got {type(q).__name__} over another."
+            )
+        if checks.can_look() and bool((self._goal() != q._goal()).any()):
+            raise ValueError(
+                f"{self._name}: both distributions must have the same {self._goals_are}."
             )
         return self, q
 
@@ -181,8 +188,11 @@ class DynamicStructure(PartStructure):
         q = q.expand(*batch, q.shape[-1]).reshape(use.shape)
         log_prob = _sum_log(q, use).reshape(batch).to(self._parts()[0].dtype)
         with torch.no_grad():
-            nothing = self.log_partition() == -math.inf  # an item without a structure
-        return torch.where(nothing, -math.inf, log_prob)
+            value = self.log_partition()
+        # an item without a structure, and one that is bad and that nobody looked at
+        return torch.where(
+            value.abs() < math.inf, log_prob, torch.where(value < 0, value, math.nan)
+        )
 
     def _backpointers(self) -> Tensor:
         """q ``(*batch, e)`` at every node of the forest, differentiable."""

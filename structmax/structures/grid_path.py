@@ -16,7 +16,7 @@ from structmax import checks
 from structmax.forest.topology import Forest, ForestBuilder, family, name_of
 from structmax.oracles import shortest_path
 from structmax.smoothing import Smoothing
-from structmax.structures.base import dot, signature_of
+from structmax.structures.base import Structure, dot, signature_of
 from structmax.structures.dynamic import DynamicStructure
 from structmax.structures.lengths import full
 from structmax.structures.nesting import nest, unnest
@@ -168,6 +168,14 @@ class GridPath(DynamicStructure):
         above = count.cumsum(-2) - count
         left, right = below.cumsum(-1) - below, above.flip(-1).cumsum(-1).flip(-1) - above
         return left + right > 0
+
+    def _aligned(self, q: Structure) -> Any:
+        if isinstance(q, GridPath) and q.moves != self.moves:
+            raise ValueError(
+                "GridPath: both distributions must be over the same paths, got "
+                f'moves="{self.moves}" and moves="{q.moves}".'
+            )
+        return super()._aligned(q)
 
     # -- cells ------------------------------------------------------------------------------------
 
@@ -321,4 +329,6 @@ class FreeGridPath(GridPath):
 
     def _in_order(self, z: Tensor) -> list[Cell]:
         cells = int(z.sum())
-        return next((list(p) for p in self._paths((z > 0).numpy()) if len(p) == cells), [])
+        return next(
+            (list(p) for p in self._paths(np.array((z > 0).tolist())) if len(p) == cells), []
+        )

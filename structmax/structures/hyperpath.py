@@ -104,6 +104,8 @@ class Hyperpath(DynamicStructure):
         last, device = self.forest.num_nodes - 1, self.scores.device
         return full(self.batch_shape, last, device, torch.int32)
 
+    _goals_are = "goals"
+
     def _derivation_size(self) -> int:
         return self.forest.longest
 

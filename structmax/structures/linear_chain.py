@@ -186,7 +186,7 @@ class LinearChain(LateLook, DynamicStructure):
         if not self._steps_given:
             return super().expand(batch_shape)
         tensors = {  # all of them, since transitions are told from steps by their dimensions
-            name: t.expand(*batch_shape, *t.shape[t.dim() - d :])
+            name: t.expand((*batch_shape, *t.shape[t.dim() - d :]))
             for name, (t, d) in self._tensors().items()
         }
         return self._rebuild(**tensors)
@@ -418,16 +418,14 @@ class LinearChain(LateLook, DynamicStructure):
 
     def score(self, z: Tensor) -> Tensor:
         """The score of tags (integers) or of their indicator; see :class:`Structure`."""
-        if not isinstance(z, Tensor):
-            z = checks.as_tensor(self._name, "z", z, self._first.device)
+        z = self._as_tensor(z)
         if z.is_floating_point() or z.dtype == torch.bool:
             return super().score(z)
         return self._score_tags(self._checked_tags(z))
 
     def log_prob(self, z: Tensor) -> Tensor:
         """The log-probability of tags (integers) or of their indicator; see :class:`Structure`."""
-        if not isinstance(z, Tensor):
-            z = checks.as_tensor(self._name, "z", z, self._first.device)
+        z = self._as_tensor(z)
         if not self._is_gibbs or z.is_floating_point() or z.dtype == torch.bool:
             return super().log_prob(z)
         tags = self._checked_tags(z)
@@ -440,6 +438,21 @@ class LinearChain(LateLook, DynamicStructure):
             return log_prob
         # of scores that were looked at, NaN stands for an item that allows nothing: ∞ − ∞
         return torch.where(log_prob.isnan(), -math.inf, log_prob)
+
+    def _as_tensor(self, z: Any) -> Tensor:
+        """Tags or their indicator, of lists too; those of tags may be ragged."""
+        if isinstance(z, Tensor):
+            return z
+        device = self._first.device
+        try:
+            found = torch.as_tensor(z, device=device)
+        except (TypeError, ValueError, RuntimeError):
+            found = None
+        if isinstance(z, list | tuple) and (found is None or checks.holds_integers(found)):
+            z = _pad(z, self.event_shape[0])
+        elif found is not None:
+            return found
+        return checks.as_tensor(self._name, "z", z, device)
 
     def _score(self, z: Tensor) -> Tensor:
         return self._score_tags(z.to(torch.uint8).argmax(-1))
@@ -471,6 +484,8 @@ class LinearChain(LateLook, DynamicStructure):
         if self.end is not None:
             last = tags.gather(-1, self._lengths().expand(batch)[..., None] - 1)
             total = total + self.end.expand(*batch, c).gather(-1, last).squeeze(-1)
+        if not self._lengths_are_good:
+            total = total + torch.where(self._bad_lengths(), math.nan, 0.0).to(dtype)
         return total
 
     def _checked_tags(self, tags: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from structmax import checks
 from structmax.oracles import arborescence, matrix_tree
 from structmax.smoothing import SHANNON, Shannon
-from structmax.structures.base import Structure, uniform
+from structmax.structures.base import uniform
 from structmax.structures.dependency_tree import DependencyTree
 from structmax.structures.late_look import LateLook
 from structmax.structures.square import SquareStructure
@@ -194,11 +194,3 @@ class NonprojectiveTree(LateLook, DependencyTree, ArcStructure):
         rest = arborescence.best_rest(choices.amax(-1), self._words(), self._single)
         best = torch.where(self._used()[..., None], rest[..., None] + choices, -math.inf)
         return best if self.labelled else best[..., 0]
-
-    def _aligned(self, q: Structure) -> tuple[Any, Any]:
-        if isinstance(q, DependencyTree) and (q.root, q.projective) != (self.root, False):
-            raise ValueError(
-                f"{self._name}: both distributions must be over the same trees, got "
-                f'root="{self.root}" and root="{q.root}", projective={q.projective}.'
-            )
-        return super()._aligned(q)

@@ -61,6 +61,10 @@ class PartStructure(Structure):
         """The best structure at other scores, shaped as ``_parts()``: its score ``(*batch)``, −inf
         if there is none, and how often it has each part, shaped as the scores."""
 
+    def _allowed_parts(self) -> tuple[Tensor, ...]:
+        """``_parts()``, −inf where an option forbids what another structure may have."""
+        return self._parts()
+
     def _usable_parts(self) -> Tensor:
         """Which primary parts some structure may have, whatever the scores: no padding. A mask
         that broadcasts to ``_parts()[0]``."""
@@ -253,7 +257,7 @@ class PartStructure(Structure):
     def _gibbs_cross_entropy(self, q: Any) -> Tensor:
         own, mu = self._cached()
         value = own if q is self else q._value()
-        pairs = zip(q._parts(), mu, strict=True)
+        pairs = zip(q._allowed_parts(), mu, strict=True)
         total = sum(dot(theta, m, m.dim() - len(self.batch_shape)) for theta, m in pairs)
         total = (value - total) / q.smoothing.gamma
         return self._refuse_infeasible("cross_entropy", own.expand(total.shape), total)

@@ -16,8 +16,9 @@ from torch import Tensor
 from structmax import checks
 from structmax.forest import ops
 from structmax.forest.topology import ForestBuilder
+from structmax.primitive import untransformed, unwrapped
 from structmax.smoothing import Smoothing
-from structmax.structures.base import Structure, dot
+from structmax.structures.base import dot
 from structmax.structures.dynamic import DynamicStructure
 from structmax.structures.nesting import nest, unnest
 
@@ -209,6 +210,8 @@ class Path(DynamicStructure):
         outside = (target < 0) | (target > last)
         return place.to(device)[torch.where(outside, last, target)].int()
 
+    _goals_are = "targets"
+
     def _derivation_size(self) -> int:
         return self._graph.forest.longest
 
@@ -267,12 +270,6 @@ class Path(DynamicStructure):
     def _score(self, z: Tensor) -> Tensor:
         return dot(self._parts()[0], z.to(self._parts()[0].dtype), 1)
 
-    def _aligned(self, q: Structure) -> tuple[DynamicStructure, DynamicStructure]:
-        p, q = super()._aligned(q)
-        if checks.can_look() and bool((p._goal() != q._goal()).any()):
-            raise ValueError("Path: both distributions must have the same targets.")
-        return p, q
-
     def enumerate_support(self, expand: bool = True) -> Tensor:
         targets = torch.as_tensor(self.target).unique().tolist()
         if len(targets) > 1:
@@ -293,7 +290,7 @@ class Path(DynamicStructure):
             yield []
             return
         reached = self._graph.place[self._graph.tails] < self._graph.forest.num_nodes - 1
-        for e in np.flatnonzero((self._graph.heads == node) & reached.numpy()).tolist():
+        for e in np.flatnonzero((self._graph.heads == node) & np.array(reached.tolist())).tolist():
             for path in self._paths(int(self._graph.tails[e])):
                 yield [*path, e]
 
@@ -311,7 +308,7 @@ class Path(DynamicStructure):
         empty = not isinstance(self.target, Tensor) and self.target == self.source
         items = []
         for item in z.reshape(batch.numel(), z.shape[-1]).cpu():
-            path = item.nonzero().flatten().numpy()
+            path = np.array(item.nonzero().flatten().tolist(), np.int64)
             path = path[np.argsort(rank[graph.tails[path]])]
             if graph.has_parallel:
                 items.append(path.tolist())
@@ -354,13 +351,14 @@ def _checked_graph(edges: Tensor, scores: Tensor, source: int) -> Graph:
         )
     if not isinstance(source, int) or source < 0:
         raise ValueError(f"Path: source must be an integer at least 0, got {source!r}.")
-    table = edges.detach().cpu().long().contiguous()
-    if bool((table < 0).any()):
-        edge = int((table < 0).any(-1).nonzero()[0])
-        raise ValueError(
-            f"Path: nodes are numbered from 0, got edge {edge} = {table[edge].tolist()}."
-        )
-    return _graph(table.numpy().tobytes(), source)
+    with untransformed():  # the graph is kept
+        table = unwrapped(edges).cpu().long().contiguous()
+        if bool((table < 0).any()):
+            edge = int((table < 0).any(-1).nonzero()[0])
+            raise ValueError(
+                f"Path: nodes are numbered from 0, got edge {edge} = {table[edge].tolist()}."
+            )
+        return _graph(table.numpy().tobytes(), source)
 
 
 # numbers of nodes are no constants of a compiled function; see sparse.solve for the choice of word

@@ -447,15 +447,18 @@ class PCFG(OneSided, DynamicStructure):
             return super().log_prob(z)
         best, tree = self._best_tree(self._parts())
         same = (self._indicator(z) == tree).flatten(-3).all(-1) & (best.abs() < math.inf)
-        return torch.where(same, 0.0, -math.inf).to(self._parts()[0].dtype)
+        log_prob = torch.where(same, 0.0, -math.inf).to(self._parts()[0].dtype)
+        return torch.where(best.isnan(), math.nan, log_prob)
 
     def cross_entropy(self, q: Structure) -> Tensor:
         if not isinstance(q, PCFG) or not q._is_hard:
             return super().cross_entropy(q)
         self._aligned(q)
         best, tree = q._best_tree(q._parts())
-        same = (self.marginals() == tree).flatten(-3).all(-1) & (best.abs() < math.inf)
-        return torch.where(same, 0.0, math.inf).to(self._parts()[0].dtype)
+        mu = self.marginals()
+        same = (mu == tree).flatten(-3).all(-1) & (best.abs() < math.inf)
+        total = torch.where(same, 0.0, math.inf).to(self._parts()[0].dtype)
+        return torch.where(best.isnan() | mu.isnan().flatten(-3).any(-1), math.nan, total)
 
     def _best_by_probability(self, k: int) -> tuple[Tensor, Tensor]:
         if not self._is_hard:

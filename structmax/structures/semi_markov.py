@@ -14,7 +14,7 @@ from structmax import checks
 from structmax.forest import ops
 from structmax.forest.topology import Forest, ForestBuilder, bucket, family, name_of
 from structmax.smoothing import Smoothing
-from structmax.structures.base import Structure, dot
+from structmax.structures.base import dot
 from structmax.structures.dynamic import DynamicStructure
 from structmax.structures.lengths import OneSided
 from structmax.structures.nesting import nest, unnest
@@ -276,14 +276,6 @@ class SemiMarkov(OneSided, DynamicStructure):
         overlaps = (begun - over)[..., None] - include.long() > 0
         # what runs past the length cannot be included: then nothing is left
         return overlaps | (include & ~inside).flatten(-3).any(-1)[..., None, None, None]
-
-    def _aligned(self, q: Structure) -> tuple[DynamicStructure, DynamicStructure]:
-        p, q = super()._aligned(q)
-        assert isinstance(q, SemiMarkov)
-        ragged = self.lengths is not None or q.lengths is not None
-        if ragged and checks.can_look() and bool((self._lengths() != q._lengths()).any()):
-            raise ValueError(f"{self._name}: both distributions must have the same lengths.")
-        return p, q
 
     def edge_marginals(self) -> Tensor:
         """The probability of each transition at each boundary, ``(*B, n−1, c, c)``. Differentiable.

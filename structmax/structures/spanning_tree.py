@@ -218,8 +218,12 @@ class SpanningTree(ArcStructure):
         total = super()._gibbs_cross_entropy(q)
         if q._forced is None:
             return total
-        chance = self._cached()[1][0].detach()  # of a bridge it is 1 up to rounding
-        lacks = (q._forced & q._used() & (chance < 1 - 1e-6)).flatten(-2).any(-1)
+        # an edge that is no bridge of what is allowed is in a cycle, of n edges at most, and so
+        # lacks in one of n trees at least where all are equally likely
+        equal = self._with_gains(torch.zeros_like(self._parts()[0].detach()))
+        chance = equal._cached()[1][0]
+        no_bridge = chance < 1 - 0.5 / self._longest
+        lacks = (q._forced & q._used() & no_bridge).flatten(-2).any(-1)
         return torch.where(lacks, math.inf, total)
 
     # -- scores and forms -------------------------------------------------------------------------

@@ -123,6 +123,11 @@ class SquareStructure(OneSided, PartStructure):
     def _parts(self) -> tuple[Tensor, ...]:
         return (self._primary(),)
 
+    @property
+    def _trees(self) -> str:
+        """What tells the set of trees from others of this shape."""
+        return self._name
+
     @abstractmethod
     def _used(self) -> Tensor:
         """Which cells a structure may have, ``(s, s)`` or, with lengths, ``(*B, s, s)``."""
@@ -145,7 +150,12 @@ class SquareStructure(OneSided, PartStructure):
 
     def _aligned(self, q: Structure) -> tuple[Any, Any]:
         p, other = super()._aligned(q)
-        assert isinstance(other, SquareStructure)
+        if not isinstance(other, SquareStructure) or other._trees != self._trees:
+            got = other._trees if isinstance(other, SquareStructure) else other._name
+            raise ValueError(
+                f"{self._name}: both distributions must be over the same trees, got {self._trees} "
+                f"and {got}."
+            )
         ragged = self.lengths is not None or other.lengths is not None
         if ragged and checks.can_look() and bool((self._lengths() != other._lengths()).any()):
             raise ValueError(f"{self._name}: both distributions must have the same lengths.")
