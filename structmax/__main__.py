@@ -8,6 +8,13 @@ import sys
 def main() -> None:
     """The command line, or a word about what it needs."""
     try:
+        sys.exit(_run())
+    except KeyboardInterrupt:  # as the imports go on; the command line says the same of its own
+        sys.exit(130)
+
+
+def _run() -> int:
+    try:
         import rich  # noqa: F401
         import safetensors  # noqa: F401
         import typer  # noqa: F401
@@ -16,10 +23,10 @@ def main() -> None:
             f"structmax: the command line needs {error.name}: pip install 'structmax[cli]'",
             file=sys.stderr,
         )
-        sys.exit(2)
+        return 2
     from structmax.cli import main as run
 
-    sys.exit(run())
+    return run()
 
 
 if __name__ == "__main__":

@@ -6,17 +6,18 @@ the input, said in one line; 130 and 143, ended by Ctrl-C or SIGTERM after savin
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-import json
+import os
+import re
 import sys
-import types
-import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from structmax import __version__
 from structmax.train import run as runs
@@ -26,22 +27,35 @@ from structmax.train.errors import UserError, as_user_error, near
 from structmax.train.metrics import to_json
 from structmax.train.signals import Stopped
 
+
+class Commands(TyperGroup):
+    """Commands by name; of one that is not there, the error says what there is."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in self.commands:
+            raise UserError(f"there is no command {args[0]!r}. {near(args[0], self.commands)}")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="structmax",
+    cls=Commands,
     help="Train models with latent structure, and look at what they learned.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 train_app = typer.Typer(
-    help="Train the model of a task. Under torchrun: on many workers.", no_args_is_help=True
+    cls=Commands,
+    help="Train the model of a task. Under torchrun: on many workers.",
+    no_args_is_help=True,
 )
 app.add_typer(train_app, name="train")
 
 
 def _version(asked: bool) -> None:
     if asked:
-        typer.echo(f"structmax {__version__}")
+        _print(f"structmax {__version__}")
         raise typer.Exit
 
 
@@ -75,12 +89,14 @@ def _train(name: str, run: Path, config: Path | None, start: str, changes: dict[
         options = {**read_toml(run / "config.toml"), **options}
     elif there and start == "new":
         raise UserError(f"{run} holds a run already. Add --resume, or --fresh to start again.")
+    elif not there and start != "fresh" and not restarted():  # which may have died as it began
+        runs.refuse_other_files(run)
     source = str(config) if config else f"task {name}"
     settings = from_dict(task.config, {**options, **changes}, source=source)
     with workers(settings.device) as crew:
         result = task.fit(settings, run, resume, crew)
         if crew.first:
-            typer.echo(to_json(result, indent=1))
+            _print(to_json(result, indent=1))
 
 
 def _train_command(name: str) -> Callable[..., None]:
@@ -88,18 +104,14 @@ def _train_command(name: str) -> Callable[..., None]:
     cls = type(tasks.by_name(name)).config
     kind = inspect.Parameter.KEYWORD_ONLY
 
-    def parameter(
-        name: str, of: Any, default: Any, help: str, panel: str, shown: Any = None
-    ) -> inspect.Parameter:
-        only = [f"--{name}"] if default is False else []  # no --no-…
-        shown = str(shown) if shown is not None else False
-        option = typer.Option(*only, help=help, show_default=shown, rich_help_panel=panel)
+    def parameter(name: str, of: Any, default: Any, help: str, panel: str) -> inspect.Parameter:
+        only = [f"--{name}"] if panel == "Run" else []  # no --no-…
+        option = typer.Option(*only, help=help, rich_help_panel=panel)
         return inspect.Parameter(name, kind, default=default, annotation=Annotated[of, option])
 
-    place = Path("runs") / name
     own = [
         # not --run, which torchrun takes for the beginning of one of its own
-        parameter("out", Path, place, "The folder of the run.", "Run", place),
+        parameter("out", str, f"runs/{name}", "The folder of the run.", "Run"),
         parameter("config", Path | None, None, "TOML file of options; flags count more.", "Run"),
         parameter("resume", bool, False, "Go on from the last checkpoint, if there is one.", "Run"),
         parameter("fresh", bool, False, "Start again; a run that is there is lost.", "Run"),
@@ -107,31 +119,31 @@ def _train_command(name: str) -> Callable[..., None]:
     common = {f.name for f in fields(TrainConfig)}
     listed = [
         parameter(
-            f.name,
-            hint if _optional(hint) else hint | None,
-            None,
-            f.metadata["help"],
-            "Training" if f.name in common else "Task",
-            f.default,
+            f.name, hint, f.default, f.metadata["help"], "Training" if f.name in common else "Task"
         )
         for f, hint in zip(fields(cls), types_of(cls).values())
     ]
 
-    def command(**given: Any) -> None:
+    def command(ctx: typer.Context, **given: Any) -> None:
         out, config, resume, fresh = (given.pop(p.name) for p in own)
         if resume and fresh:
             raise UserError("--resume and --fresh exclude each other.")
+        if not out:
+            raise UserError("--out is empty. Give the name of a folder.")
         start = "resume" if resume else "fresh" if fresh else "new"
-        _train(name, out, config, start, {k: v for k, v in given.items() if v is not None})
+        asked = {k: v for k, v in given.items() if _was_given(ctx, k)}
+        _train(name, Path(out), config, start, asked)
 
+    first = inspect.Parameter("ctx", kind, annotation=typer.Context)
     command.__doc__ = inspect.getdoc(tasks.by_name(name))
-    command.__signature__ = inspect.Signature([*own, *listed])  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in [*own, *listed]}
+    command.__signature__ = inspect.Signature([first, *own, *listed])  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in [first, *own, *listed]}
     return command
 
 
-def _optional(hint: Any) -> bool:
-    return isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint)
+def _was_given(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 for _name in tasks.names():
@@ -160,13 +172,14 @@ def evaluate(
                 raise UserError(f"task {trained.task.name} reads no data sets. Leave out --data.")
             moved: dict[str, Any] = {"data": data}
             config = replace(config, **moved)
+            config.check()
         examples = getattr(runs.data(run, trained.task, config), split)
         if not len(examples):
             raise UserError(f"task {trained.task.name} has no {split} split here.")
         found = measure(trained.task, trained.model, examples, trained.config, crew)
         if crew.first:
             result = {"task": trained.task.name, "step": trained.step, "split": split, **found}
-            typer.echo(to_json(result, indent=1))
+            _print(to_json(result, indent=1))
 
 
 @app.command()
@@ -183,7 +196,7 @@ def predict(
     """Print the structure of every line of input."""
     trained = _load(run, device)
     for found in _predictions(trained, _lines(file), str(file or "stdin")):
-        typer.echo(json.dumps(found, ensure_ascii=False) if format == "json" else found["text"])
+        _print(to_json(found, ensure_ascii=False) if format == "json" else found["text"])
 
 
 @app.command()
@@ -208,9 +221,9 @@ def show(
         lines = _lines(file)
     pictures = []
     for found in _predictions(trained, lines, str(file or "the validation split")):
-        typer.echo(found["text"])
+        _print(found["text"])
         if "spans" in found:
-            typer.echo(tree_text(found["words"], found["spans"]) + "\n")
+            _print(tree_text(found["words"], found["spans"]) + "\n")
         if (html or svg) and (drawn := answer_svg(found)) is not None:
             pictures.append((found["text"], drawn))
     if (html or svg) and not pictures:
@@ -224,6 +237,15 @@ def show(
             svg.mkdir(parents=True, exist_ok=True)
             for number, (_, drawn) in enumerate(pictures):
                 write_atomic(svg / f"{number}.svg", drawn.encode())
+
+
+def _print(text: str) -> None:
+    try:
+        typer.echo(text)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UserError(f"cannot write the output: {error.strerror}.") from error
 
 
 def _lines(file: Path | None) -> list[str]:
@@ -288,7 +310,7 @@ def explore(
 @app.command("tasks")
 def list_tasks() -> None:
     """List the tasks."""
-    _table([(name, _first_line(tasks.by_name(name))) for name in tasks.names()])
+    _table([(name, _summary(tasks.by_name(name))) for name in tasks.names()])
 
 
 @app.command()
@@ -318,20 +340,26 @@ def estimators(
 
 def _list_or_show(kind: str, found: dict[str, Any], name: str | None) -> None:
     if name is None:
-        return _table([(key, _first_line(value)) for key, value in sorted(found.items())])
+        return _table([(key, _summary(value)) for key, value in sorted(found.items())])
     if name not in found:
         raise UserError(f"there is no {kind} {name!r}. {near(name, found)}")
-    typer.echo(f"{name}\n\n{inspect.getdoc(found[name])}")
+    _print(f"{name}\n\n{_plain_doc(found[name])}")
 
 
-def _first_line(value: Any) -> str:
-    return (inspect.getdoc(value) or "").partition("\n")[0]
+def _plain_doc(value: Any) -> str:
+    """A docstring without its marks of names and code."""
+    return re.sub(r"(?::\w+)+:`~?([^`]*)`", r"\1", inspect.getdoc(value) or "").replace("``", "")
+
+
+def _summary(value: Any) -> str:
+    """The first paragraph, on one line. What a list would follow ends here."""
+    return re.sub(":$", ".", " ".join(_plain_doc(value).partition("\n\n")[0].split()))
 
 
 def _table(rows: list[tuple[str, str]]) -> None:
     wide = max(len(name) for name, _ in rows)
     for name, text in rows:
-        typer.echo(f"{name.ljust(wide)}  {text}")
+        _print(f"{name.ljust(wide)}  {text}")
 
 
 @app.command()
@@ -350,7 +378,17 @@ def doctor() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
-    args = list(sys.argv[1:] if arguments is None else arguments)
+    code = _run(list(sys.argv[1:] if arguments is None else arguments))
+    try:
+        sys.stdout.flush()
+    except OSError:  # what was not written would be tried again as the process ends, and fail
+        with contextlib.suppress(OSError):  # an output that is no file
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return code or 1
+    return code
+
+
+def _run(args: list[str]) -> int:
     try:
         result = app(args, prog_name="structmax", standalone_mode=False)
         return result if isinstance(result, int) else 0
@@ -363,9 +401,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + stopped.number
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except BrokenPipeError:
-        sys.stderr.close()
+    except BrokenPipeError:  # who read the output has read enough
         return 1
+    except OSError as error:  # a file that may not be read or written
+        return _refuse(str(error))
 
 
 def _refuse(message: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -19,13 +20,16 @@ pytest.importorskip("safetensors")
 
 from structmax.cli import main
 from structmax.data import listops
+from structmax.train import tasks
 from structmax.train.metrics import read_log
+from structmax.train.tasks.listops import ListOps
 
 ROOT = Path(__file__).parent.parent
 TRAIN = """
 train listops --steps 4 --batch-size 8 --eval-every 2 --device cpu --hidden-size 8 --examples 40
 --valid-examples 10 --test-examples 10 --max-depth 4 --max-args 3 --min-length 4 --max-length 12
 """.split()  # noqa: SIM905
+TOY = ["train", "toy", "--steps", "1", "--examples", "16", "--device", "cpu"]
 
 
 @pytest.fixture
@@ -104,6 +108,16 @@ def test_predict(call, trained: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     ]
 
 
+def test_predictions_are_json(
+    call, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"text": "é", "far": [math.inf, math.nan, 1.0]}
+    monkeypatch.setattr(ListOps, "predict", lambda *given: iter([found]))
+    (tmp_path / "in.txt").write_text("7")
+    code, out, _ = call("predict", trained, tmp_path / "in.txt", "--format", "json")
+    assert code == 0 and out == '{"text": "é", "far": [null, null, 1.0]}\n'
+
+
 def test_show(call, trained: Path, tmp_path: Path) -> None:
     code, out, _ = call(
         "show", trained, "--count", 2, "--html", tmp_path / "a" / "p.html", "--svg", tmp_path / "s"
@@ -146,10 +160,54 @@ def test_config_file(call, refused, tmp_path: Path) -> None:
     assert not (tmp_path / "q").exists()
 
 
+# -- files of others, and files that cannot be written -------------------------------------------
+
+
+def test_files_that_are_no_run(call, refused, tmp_path: Path) -> None:
+    own = {"config.toml": "# notes\nsteps = 1\n", "result.json": "{}", "metrics.jsonl": ""}
+    for name, text in own.items():
+        (tmp_path / name).write_text(text)
+    new = [*TOY, "--out", tmp_path]
+    for flags in ([], ["--config", tmp_path / "config.toml"], ["--resume"]):
+        refused(*new, *flags, words=[*own, "no task.json", "--out", "--fresh"])
+        assert {p.name: p.read_text() for p in tmp_path.iterdir()} == own
+    assert call(*new, "--fresh")[0] == 0  # as after a run that ended while it made its folder
+    assert (tmp_path / "task.json").exists()
+    refused("train", "toy", "--out", "", words=["--out is empty"])
+
+
+def test_files_that_cannot_be_replaced(call, refused, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert call(*TOY, "--out", out)[0] == 0
+    for name in ("best.safetensors", "metrics.jsonl"):
+        (out / name).unlink()
+        (out / name).mkdir()
+        refused(*TOY, "--out", out, "--fresh", words=[f"cannot remove {out / name}", "--out"])
+        refused(*TOY, "--out", out, "--resume", words=[str(out / name)])
+        (out / name).rmdir()
+    assert call(*TOY, "--out", out, "--resume")[0] == 0  # it is a run all the time
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("command", ["evaluate RUN", "predict RUN IN", "tasks", "--help"])
+def test_output_to_a_full_disk(
+    capsys, monkeypatch: pytest.MonkeyPatch, trained: Path, tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "in.txt").write_text("7")
+    places = {"RUN": str(trained), "IN": str(tmp_path / "in.txt")}
+    with open("/dev/full", "w") as full:  # and nothing is left to write when it is closed
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main([places.get(word, word) for word in command.split()]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1].startswith("structmax: ") and os.strerror(28) in said[-1], said
+
+
 # -- bad input: one line, exit code 2, nothing written --------------------------------------------
 
 
 def test_near_names(refused, tmp_path: Path) -> None:
+    refused("train", "nope", words=["no command 'nope'", "There are: align, explain"])
+    refused("foo", words=["no command 'foo'", "There are: doctor"])
     refused("train", "lisops", words=["lisops", "Did you mean 'listops'"])
     refused("trian", "listops", words=["trian", "train"])
     refused("train", "listops", "--stepps", 3, words=["--stepps", "--steps"])
@@ -188,6 +246,35 @@ def test_bad_runs(refused, trained: Path, tmp_path: Path) -> None:
     assert (trained / "config.toml").read_text() == before
 
 
+def test_options_without_effect(
+    call, refused, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = ["--data", tmp_path]
+    new = [*data, "--out", tmp_path / "new"]
+    refused(*TRAIN, *new, words=["no effect without --train-file or --test-file"])
+    refused("train", "nli", *new, "--steps", 1, words=["without --corpus or --vectors"])
+    refused("train", "align", *new, words=["no effect without --set"])
+    assert not (tmp_path / "new").exists()
+    refused("evaluate", trained, *data, words=["no effect without --train-file"])
+    monkeypatch.setenv("STRUCTMAX_DATA", str(tmp_path))
+    assert call("evaluate", trained)[0] == 0
+
+
+def test_long_lines_are_cut(call, trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("x" * 20_000)
+    code, _, err = call("predict", trained, tmp_path / "in.txt")
+    assert code == 2 and "xxx…'" in err and len(err) < 300
+    toy = tasks.by_name("toy")
+    toy.facts = {"words": 4}
+    with pytest.raises(ValueError, match=r"from 0 to 3, got '(1 ){19}1…'\.$"):
+        next(toy.predict(toy.model(toy.config()), ["1 " * 9999 + "x"]))
+
+
+def test_a_page_needs_a_name(refused, trained: Path, tmp_path: Path) -> None:
+    for place in (".", tmp_path):
+        refused("show", trained, "--html", place, words=[f"{place}: it is a folder", "the name"])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_asked_but_absent(refused, trained: Path, tmp_path: Path) -> None:
     new = tmp_path / "new"
@@ -207,11 +294,21 @@ def test_lists(call) -> None:
     assert call("estimators", "spigot")[1].startswith("spigot\n")
 
 
+def test_lists_are_plain_and_whole(call) -> None:
+    for command in ("tasks", "structures", "estimators"):
+        lines = call(command)[1].splitlines()
+        assert len(lines) > 10 and all(line.endswith(".") for line in lines), command
+        assert not any(mark in line for line in lines for mark in ("``", ":class:"))
+    assert "drawn with ForestBuilder." in call("structures", "Hyperpath")[1]
+
+
 def test_help(call) -> None:
     code, out, _ = call("--help")
     assert code == 0 and all(name in out for name in ("train", "predict", "doctor"))
     code, out, _ = call("train", "listops", "--help")
-    assert code == 0 and "--hidden-size" in out and "--save-every" in out
+    assert code == 0 and "--hidden-size" in out and "--save-every" in out and "--no-amp" in out
+    assert "[default: runs/listops]" in out and "[default: 0]" in out
+    assert "[default: (" not in out and "[default: ]" not in out
     assert call()[0] == 2
 
 
@@ -239,6 +336,18 @@ def test_signals_save_and_exit(tmp_path: Path, number: int, code: int) -> None:
     assert process.returncode == code, err
     assert "Traceback" not in err and "--resume" in err.splitlines()[-1]
     assert (out / "last.safetensors").exists() and not list(out.glob(".*.tmp"))
+
+
+def test_interrupted_before_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    from structmax.__main__ import main as start
+
+    def interrupt() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("structmax.cli.main", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        start()
+    assert ended.value.code == 130
 
 
 def test_without_the_extra() -> None:

@@ -110,9 +110,10 @@ def test_conllu_reads_words_and_graphs(file) -> None:
     ("line", "wrong"),
     [
         ("2 b _ X _ _ 1 dep _", "10 columns between tabs, got 9"),
-        ("b b _ X _ _ 1 dep _ _", "'b' is not a valid ID"),
+        ("b b _ X _ _ 1 dep _ _", "the id must be a number, .* got 'b'"),
         ("3 b _ X _ _ 1 dep _ _", "expected word 2, got 3"),
-        ("2 b _ X _ _ x dep _ _", "'x' is not a valid"),
+        ("2 b _ X _ _ x dep _ _", "the head must be a number, got 'x'"),
+        (f"2 b _ X _ _ {'y' * 9999} dep _ _", "the head must be a number, got 'y{40}…'$"),
         ("2 b _ X _ _ 7 dep _ _", "another of 0 to 2, got 7"),
         ("2 b _ X _ _ 2 dep _ _", "another of 0 to 2, got 2"),
         ("2 b _ X _ _ 1 dep dep _", "expected head:label"),
@@ -201,6 +202,7 @@ def test_sst_settings(file) -> None:
     ("line", "wrong"),
     [
         ("(3 (2 a) (5 b))", "a label must be 0 to 4, got '5'"),
+        (f"(3 (2 a) ({'5' * 9999} b))", "got '5{40}…'$"),
         ("(3 (2 a) (2 b) (2 c))", "3 children, not 2"),
         ("(3 (2 a)", r"1 '\(' never closed"),
         ("(3 (2 a) (2 b)))", "expected the end"),
@@ -248,6 +250,7 @@ def test_snli_formats_agree(file) -> None:
         ("a.tsv", ["a\tb"], "1: expected a header"),
         ("a.tsv", ["premise\thypothesis\tlabel", "a\tb\t3"], "2: the label must be of 0, 1, 2"),
         ("a.tsv", ["1\t1\ta\tb", "0\t0\ta\tb"], "2: the label must be of 1, 2, 3, got '0'"),
+        ("a.tsv", ["1\t1\ta\tb", f"{'x' * 9999}\t1\ta\tb"], "2: .*got 'x{40}…', '1'$"),
         ("a.tsv", ["1\t1\ta\tb", "1\ta\tb"], "2: expected 4 columns between tabs, got 3"),
     ],
 )

@@ -162,8 +162,14 @@ def test_nli_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [len(row) for row in found["weights"]] == [4] * 3
 
 
-def test_nli_refuses() -> None:
+def test_nli_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = NLI()
+    with pytest.raises(ValueError, match=r"tab between, got 'word (word )*word…'\.$"):
+        next(task.predict(torch.nn.Linear(1, 1), ["word " * 4000]))
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"no train\.tsv in here\. .*--train-file"):
+        task.data(NLIConfig(corpus="here", train_file="train.tsv"))
     config = NLIConfig(encoder="easy-first", estimator="top-k-expectation")
     task.data(config)
     with pytest.raises(UserError, match="pairs need one"):

@@ -256,6 +256,10 @@ def test_align_on_a_small_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["predict", str(out), str(tmp_path / "in.txt"), "--device=cpu"]) == 2
     said = capsys.readouterr()
     assert said.out == "up\n" and "each of 7 numbers" in said.err
+    for number in ("nan", "inf", "1e308", "1e30"):
+        (tmp_path / "in.txt").write_text(",".join([number] * 7))
+        assert main(["predict", str(out), str(tmp_path / "in.txt"), "--device=cpu"]) == 2
+        assert "line 1: the numbers must be finite" in capsys.readouterr().err
     assert list(task.predict(None, [])) == []
     other = Workers(torch.device("cpu"), rank=1, count=2)
     assert Align().fit(QUICK, tmp_path / "none", False, other) == {}

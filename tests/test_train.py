@@ -747,7 +747,7 @@ def test_damaged_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "a").mkdir()  # in the place of the file
-    with pytest.raises(UserError, match=r"cannot write .*a: .*; what was there before is unharmed"):
+    with pytest.raises(UserError, match=r"cannot write .*a: it is a folder. Give the name"):
         checkpoint.write_atomic(tmp_path / "a", b"")
     log = Log(tmp_path, 0, 0)
     log.path = tmp_path

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from structmax.data.folder import fault, read_lines
+from structmax.data.folder import fault, quoted, read_lines
 
 Span = tuple[int, int, str]
 
@@ -57,7 +57,7 @@ def read(path: str | Path, encoding: str = "utf-8") -> list[Tagged]:
             spans(columns[-1:])
         except ValueError:
             raise fault(
-                path, number, f"expected O, or B-, I-, E- or S-…, got {columns[-1]!r}"
+                path, number, f"expected O, or B-, I-, E- or S-…, got {quoted(columns[-1])}"
             ) from None
         sentences[-1].words.append(columns[0])
         sentences[-1].tags.append(columns[-1])

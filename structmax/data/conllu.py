@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from structmax.data.folder import fault, read_lines
+from structmax.data.folder import fault, quoted, read_lines
 
 MOST_STEPS = 10_000  # through the empty nodes of a sentence; there may be 2ⁿ ways through n
 LONGEST_LABEL = 1000  # characters, of such a way
 FIELDS = ("id", "form", "lemma", "upos", "xpos", "feats", "head", "deprel", "deps", "misc")
+EXPECTED = {"id": "a number, as 3, 3-4 or 3.1", "head": "a number", "deps": "head:label|…"}
 
 
 class Sentence(NamedTuple):
@@ -80,7 +81,10 @@ def parse(lines: Iterable[tuple[int, str]], source: str = "line") -> list[Senten
                 if name in parsers:
                     try:
                         row[name] = parsers[name](fields, at)
-                    except (ParseException, ValueError) as error:  # of thousands of digits
+                    except ParseException:
+                        message = f"the {name} must be {EXPECTED[name]}, got {quoted(fields[at])}"
+                        raise fault(source, number, f"column {at + 1}: {message}") from None
+                    except ValueError as error:  # of thousands of digits
                         raise fault(source, number, f"column {at + 1}: {error}") from None
             rows.append((number, row))
     if rows:  # the last sentence of a file without an empty line at its end
@@ -115,7 +119,7 @@ def _enhanced(rows: list[tuple[int, Any]], source: str) -> list[tuple[int, int, 
         if isinstance(node, tuple) and node[1] == "-":
             continue
         if deps is not None and not isinstance(deps, list):
-            raise fault(source, number, f"expected head:label|… in column 9, got {deps!r}")
+            raise fault(source, number, f"expected head:label|… in column 9, got {quoted(deps)}")
         heads[node] = deps or []
     heads[0] = []
     for number, row in rows:

@@ -15,6 +15,7 @@ from typing import Any
 LONGEST_LINE = 1 << 24  # characters
 MOST_TIMES = 500  # what a compressed file may grow by; text grows by less than ten
 SMALL = 1 << 26  # bytes that a file may always grow to
+LONGEST_QUOTE = 40  # characters
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -49,6 +50,19 @@ def find_data(name: str | Path, given: str | Path | None = None) -> Path:
     raise FileNotFoundError(
         f"there is no {name} in {folder}. Say where with --data FOLDER or STRUCTMAX_DATA."
     )
+
+
+def find_within(folder: Path, name: str, fix: str) -> Path:
+    """A file of a folder, perhaps compressed (``.xz``); ``fix`` ends the error if there is none.
+
+    >>> find_within(Path("snli"), "train.tsv", "Say which with --train-file.")
+    Traceback (most recent call last):
+    FileNotFoundError: there is no train.tsv in snli. Say which with --train-file.
+    """
+    for path in (folder / name, folder / f"{name}.xz"):
+        if path.exists():
+            return path
+    raise FileNotFoundError(f"there is no {name} in {folder}. {fix}")
 
 
 def read_lines(path: str | Path, encoding: str = "utf-8") -> Iterator[tuple[int, str]]:
@@ -107,6 +121,15 @@ def _is_text(value: Any) -> bool:
     except (UnicodeEncodeError, RecursionError):
         return False
     return True
+
+
+def quoted(text: str) -> str:
+    """Input as errors quote it: of what is long, the beginning.
+
+    >>> quoted("a word"), quoted("[MAX " * 1000)
+    ("'a word'", "'[MAX [MAX [MAX [MAX [MAX [MAX [MAX [MAX…'")
+    """
+    return repr(text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE].rstrip()}…")
 
 
 def fault(path: str | Path, number: int, message: str) -> ValueError:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from structmax.data.folder import fault, read_lines
+from structmax.data.folder import fault, quoted, read_lines
 
 
 def read(path: str | Path, words: Container[str] | None = None) -> tuple[list[str], np.ndarray]:
@@ -36,7 +36,7 @@ def read(path: str | Path, words: Container[str] | None = None) -> tuple[list[st
             continue
         try:
             if "_" in rest:  # which numpy reads as 10 in 1_0
-                raise ValueError(f"expected numbers, got {rest[:40]!r}")
+                raise ValueError(f"expected numbers, got {quoted(rest)}")
             with np.errstate(over="ignore"):  # which is told below
                 vector = np.array(rest.split(), np.float32)
         except ValueError as error:
@@ -44,7 +44,7 @@ def read(path: str | Path, words: Container[str] | None = None) -> tuple[list[st
         if not size or len(vector) != size:
             raise fault(path, number, f"expected {size or 'some'} numbers, got {len(vector)}")
         if not np.isfinite(vector).all():
-            raise fault(path, number, f"the numbers of {word[:20]!r} must be finite")
+            raise fault(path, number, f"the numbers of {quoted(word)} must be finite")
         found.append(word)
         vectors.append(vector)
     return found, np.stack(vectors) if vectors else np.zeros((0, size), np.float32)

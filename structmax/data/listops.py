@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from structmax.data.folder import fault, read_lines
+from structmax.data.folder import fault, quoted, read_lines
 from structmax.data.trees import REDUCE, SHIFT, Trees
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
@@ -54,7 +54,7 @@ def evaluate(words: Sequence[str]) -> int:
         elif len(word) == 1 and word in "0123456789":
             stack[-1][1].append(int(word))
         else:
-            raise ValueError(f"token {at} is {word!r}, not one of {' '.join(VOCABULARY[1:])}")
+            raise ValueError(f"token {at} is {quoted(word)}, not one of {' '.join(VOCABULARY[1:])}")
     if len(stack) > 1:
         raise ValueError(f"{stack[-1][0]} is never closed")
     if len(stack[0][1]) != 1:
@@ -236,9 +236,9 @@ def parse_line(line: str) -> Expression:
     """
     label, tab, text = line.partition("\t")
     if not tab:
-        raise ValueError(f"expected a label, a tab and an expression, got {line[:40]!r}")
+        raise ValueError(f"expected a label, a tab and an expression, got {quoted(line)}")
     if len(label) != 1 or label not in "0123456789":
-        raise ValueError(f"the label must be a digit, got {label[:40]!r}")
+        raise ValueError(f"the label must be a digit, got {quoted(label)}")
     words: list[str] = []
     actions: list[int] = []
     due: list[int] = []  # how many children each open parenthesis has so far

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from structmax.data.folder import fault, read_lines, read_objects
+from structmax.data.folder import fault, quoted, read_lines, read_objects
 
 LABELS = ("entailment", "neutral", "contradiction")
 _BY_NAME = {name: i for i, name in enumerate(LABELS)}
@@ -46,7 +46,8 @@ def read(path: str | Path) -> list[Pair]:
         if label == "-":
             continue
         if label not in labels:
-            raise fault(path, number, f"the label must be of {', '.join(labels)}, got {label!r}")
+            wanted = ", ".join(labels)
+            raise fault(path, number, f"the label must be of {wanted}, got {quoted(label)}")
         found.append(Pair(premise, hypothesis, labels[label]))
     return found
 
@@ -87,5 +88,6 @@ def _tabs(lines: Iterable[tuple[int, str]], path: str | Path) -> Iterator[Row]:
             raise fault(path, number, f"expected {width} columns between tabs, got {len(columns)}")
         label, premise, hypothesis = (columns[place] for place in places)
         if labels is _FROM_ONE and columns[1] != label:
-            raise fault(path, number, f"expected one label twice, got {label!r}, {columns[1]!r}")
+            got = f"{quoted(label)}, {quoted(columns[1])}"
+            raise fault(path, number, f"expected one label twice, got {got}")
         yield number, label, labels, premise, hypothesis

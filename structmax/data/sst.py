@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from structmax.data.folder import fault, read_lines
+from structmax.data.folder import fault, find_within, quoted, read_lines
 from structmax.data.trees import REDUCE, SHIFT
 
 MOST_WORDS = 2000  # of a sentence: all subtrees of a deep tree are quadratically many words
@@ -49,6 +49,13 @@ def read(path: str | Path, subtrees: bool = False, binary: bool = False) -> list
     return found
 
 
+def read_splits(folder: str | Path, binary: bool = False) -> list[list[Phrase]]:
+    """The sentences of ``train.txt``, ``dev.txt`` and ``test.txt``, perhaps with ``.xz``."""
+    fix = "There must be train.txt, dev.txt and test.txt."
+    names = [f"{split}.txt" for split in ("train", "dev", "test")]
+    return [read(find_within(Path(folder), name, fix), binary=binary) for name in names]
+
+
 def parse(text: str) -> list[Phrase]:
     """Every subtree of an s-expression, each after its parts; the whole is the last.
 
@@ -66,7 +73,7 @@ def parse(text: str) -> list[Phrase]:
         token = _TOKEN.match(text, at)
         if token is None or done is not None:
             raise ValueError(
-                f"expected {'the end' if done else '(LABEL …'}, got {text[at:][:20]!r}"
+                f"expected {'the end' if done else '(LABEL …'}, got {quoted(text[at:])}"
             )
         at = token.end()
         if token[0] == " ":
@@ -98,7 +105,7 @@ def parse(text: str) -> list[Phrase]:
 
 def _label(text: str) -> int:
     if text not in ("0", "1", "2", "3", "4"):
-        raise ValueError(f"a label must be 0 to 4, got {text!r}")
+        raise ValueError(f"a label must be 0 to 4, got {quoted(text)}")
     return int(text)
 
 

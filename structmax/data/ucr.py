@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from structmax.data.folder import MOST_TIMES, SMALL, fault, read_lines
+from structmax.data.folder import MOST_TIMES, SMALL, fault, quoted, read_lines
 
 
 class Series(NamedTuple):
@@ -40,7 +40,7 @@ def read_ts(path: str | Path) -> Series:
             continue
         if not inside:
             if not words[0].startswith("@"):
-                raise fault(path, number, f"expected @… before @data, got {line[:20]!r}")
+                raise fault(path, number, f"expected @… before @data, got {quoted(line)}")
             if words[0].lower() == "@classlabel":
                 if len(words) < 3 or words[1].lower() != "true":
                     raise fault(path, number, "the series must have classes")
@@ -52,12 +52,12 @@ def read_ts(path: str | Path) -> Series:
         *features, label = line.strip().split(":")
         if not features or label not in classes:
             message = (
-                f"expected one of the classes {' '.join(classes)} at the end, got {label[:20]!r}"
+                f"expected one of the classes {' '.join(classes)} at the end, got {quoted(label)}"
             )
             raise fault(path, number, message)
         try:
             if any("_" in feature for feature in features):  # Python reads 1_0 as 10
-                raise ValueError(f"expected numbers, got {line[:40]!r}")
+                raise ValueError(f"expected numbers, got {quoted(line)}")
             columns = [[float(value) for value in feature.split(",")] for feature in features]
             series = np.array(columns, np.float64).T  # (n, d)
         except ValueError as error:

@@ -21,6 +21,8 @@ def write_atomic(path: Path, content: bytes) -> None:
 
     The new content is on the disk before it takes the name; a failure leaves the old alone.
     """
+    if path.is_dir():
+        raise UserError(f"cannot write {path}: it is a folder. Give the name of a file.")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -47,7 +49,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 def remove_remains(folder: Path) -> None:
     """Remove what a killed process was about to write."""
-    for path in folder.glob(".*.tmp"):
+    for path in folder.glob(".*.[0-9]*.tmp"):
         with contextlib.suppress(OSError):
             path.unlink()
 

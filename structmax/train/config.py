@@ -21,11 +21,14 @@ from typing import Any, Literal, TypeVar
 from structmax.train.errors import UserError, near
 
 
-def option(default: Any, help: str, fixed: bool = False, least: float | None = None) -> Any:
+def option(
+    default: Any, help: str, fixed: bool = False, least: float | None = None, data: bool = False
+) -> Any:
     """A field of a configuration, with the help text of its flag.
 
     ``fixed``: what the data are, and the facts about them, which a run keeps when it is resumed.
     ``least``: of a number; by default 1 of what ends in _size or _every, and else 0.
+    ``data``: the name of something in the folder that the option ``data`` says.
 
     >>> @dataclass
     ... class Config(TrainConfig):
@@ -33,7 +36,8 @@ def option(default: Any, help: str, fixed: bool = False, least: float | None = N
     >>> Config().depth, dataclasses.fields(Config)[-1].metadata["help"]
     (3, 'How deep.')
     """
-    return field(default=default, metadata={"help": help, "fixed": fixed, "least": least})
+    said = {"help": help, "fixed": fixed, "least": least, "data": data}
+    return field(default=default, metadata=said)
 
 
 Schedule = Literal["constant", "cosine", "linear", "late", "plateau"]
@@ -82,6 +86,10 @@ class TrainConfig:
             raise UserError("a run must end: give --steps, --minutes or --patience.")
         if self.schedule == "plateau" and not self.patience:
             raise UserError("the schedule plateau needs --patience: how many looks are a plateau.")
+        found = [f.name for f in dataclasses.fields(self) if f.metadata.get("data")]
+        if getattr(self, "data", None) and found and not any(getattr(self, n) for n in found):
+            flags = " or ".join(f"--{name.replace('_', '-')}" for name in found)
+            raise UserError(f"--data has no effect without {flags}. Add one, or leave it out.")
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):

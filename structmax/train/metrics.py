@@ -73,7 +73,7 @@ def _random(gold: Trees, seed: int) -> Trees:
     return Trees.from_merges(merges, gold.lengths)
 
 
-def to_json(value: Any, indent: int | None = None) -> str:
+def to_json(value: Any, indent: int | None = None, ensure_ascii: bool = True) -> str:
     """JSON, which knows no NaN and no infinity: they are null there.
 
     >>> to_json({"f1": math.nan, "loss": 0.5})
@@ -87,7 +87,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
             return [finite(one) for one in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    return json.dumps(finite(value), indent=indent, allow_nan=False)
+    return json.dumps(finite(value), indent=indent, ensure_ascii=ensure_ascii, allow_nan=False)
 
 
 class GradientVariance:

@@ -31,13 +31,28 @@ try:
 except ImportError:  # as on Windows
     fcntl = None  # type: ignore[assignment]
 
-FILES = ("config.toml", "task.json", "last.safetensors", "best.safetensors", "metrics.jsonl")
+FILES = (
+    *("last.safetensors", "best.safetensors", "metrics.jsonl", "result.json"),
+    *("table.md", "support.html", "config.toml", "task.json"),
+)
+"""In the order in which they go: a folder is a run's as long as there is a ``task.json``."""
 
 
 def exists(folder: Path) -> bool:
     """Whether the folder holds a run, finished or not."""
     with as_user_error():  # a name may be too long
         return (folder / "task.json").exists()
+
+
+def refuse_other_files(folder: Path) -> None:
+    """In a folder that holds no run, files with the names of a run's are someone's own."""
+    with as_user_error():
+        found = [name for name in FILES if (folder / name).exists()]
+    if found:
+        raise UserError(
+            f"{folder} has no task.json and so holds no run, which would replace what is there: "
+            f"{', '.join(found)}. Choose another folder with --out, or lose them with --fresh."
+        )
 
 
 def claim(folder: Path) -> IO[str] | None:
@@ -64,8 +79,14 @@ def create(folder: Path, task: Task, config: TrainConfig) -> None:
     with as_user_error():
         folder.mkdir(parents=True, exist_ok=True)
     checkpoint.remove_remains(folder)
-    for name in (*FILES, "result.json"):
-        (folder / name).unlink(missing_ok=True)
+    for path in (folder / name for name in FILES):
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"cannot remove {path}: {error.strerror}. Remove it, or choose another folder with "
+                "--out."
+            ) from error
     write_options(folder, config)
     facts = json.dumps({"task": task.name, "facts": task.facts}, indent=1, ensure_ascii=False)
     checkpoint.write_atomic(folder / "task.json", facts.encode())

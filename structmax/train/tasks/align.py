@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from structmax.barycenter import barycenter
 from structmax.data import find_data, ucr
+from structmax.data.folder import quoted
 from structmax.losses.soft_dtw import SoftDTW
 from structmax.smoothing import Gini, Hard, Shannon
 from structmax.structures.alignment import Alignment
@@ -44,7 +45,7 @@ class AlignConfig(TrainConfig):
     """The options of ``align``. It has no updates: of the common options, those of updates are
     refused."""
 
-    set: str = option("", "UCR data set, such as GunPoint; none: a tiny generated set.")
+    set: str = option("", "UCR data set, such as GunPoint; none: a tiny generated set.", data=True)
     data: str = option("", "Folder of data sets; else $STRUCTMAX_DATA, or beside the checkout.")
     gammas: str = option("0.001,0.01,0.1,1,10", "The γ to choose from, by cross-validation.")
     folds: int = option(3, "Parts of the training series for cross-validation of averages.")
@@ -268,12 +269,14 @@ class Align(Task):
         wanted = f"{d} features between colons, each of {n} numbers between commas"
         for line in lines:
             try:
-                series = np.array([feature.split(",") for feature in line.split(":")], np.float32).T
+                series = np.array([feature.split(",") for feature in line.split(":")], np.float64).T
             except ValueError:  # words, or features of different lengths
-                raise ValueError(f"expected {wanted}, got {line[:40]!r}.") from None
+                raise ValueError(f"expected {wanted}, got {quoted(line)}.") from None
             if series.shape != (n, d):
                 raise ValueError(f"expected {wanted}, got {series.shape[1]} of {series.shape[0]}.")
             far = model(torch.from_numpy(series)[None].to(model.averages))[0]
+            if not far.isfinite().all():
+                raise ValueError(f"the numbers must be finite and not so large: {quoted(line)}.")
             name = self.facts["classes"][int(far.argmin())]
             yield {"class": name, "distances": far.tolist(), "text": name}
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -46,11 +45,14 @@ class ExplainConfig(TrainConfig):
     clip: float = option(5.0, "Largest norm of the gradient of chooser and of reader; 0: any.")
     eval_every: int = option(54, "Updates between looks at the validation split.")
     corpus: str = option(
-        "", "Folder of train, dev and test files, sst; none: a tiny generated set.", fixed=True
+        "",
+        "Folder of train, dev and test files, sst; none: a tiny generated set.",
+        fixed=True,
+        data=True,
     )
     data: str = option("", "Folder of data sets; else $STRUCTMAX_DATA, or beside the checkout.")
     vectors: str = option(
-        "", "File of word vectors, such as glove/glove6B100d_subset.txt.", fixed=True
+        "", "File of word vectors, such as glove/glove6B100d_subset.txt.", fixed=True, data=True
     )
     frozen: bool = option(False, "Keep the words' vectors as they were given.")
     k: int = option(
@@ -154,7 +156,7 @@ class Explain(Task):
 
     def data(self, config: ExplainConfig) -> Splits:
         if config.corpus:
-            splits = read(find_data(config.corpus, config.data))
+            splits = Splits(*sst.read_splits(find_data(config.corpus, config.data), binary=True))
         else:
             splits = generate((config.examples, 200, 200), config.seed)
         words = [[word.lower() for word in e.words] for split in splits for e in split]
@@ -248,16 +250,6 @@ def estimator(text: str) -> Estimator:
 
 
 # -- data -----------------------------------------------------------------------------------------
-
-
-def read(folder: Path) -> Splits:
-    """The positive and negative sentences of the treebank's three files."""
-    return Splits(
-        *(
-            sst.read(find_data(f"{name}.txt", folder), binary=True)
-            for name in ("train", "dev", "test")
-        )
-    )
 
 
 def generate(sizes: Sequence[int], seed: int = 0) -> Splits:

@@ -37,7 +37,9 @@ class InduceConfig(TrainConfig):
     """The options of ``induce``."""
 
     runs: str = option("", "Runs with latent dependency trees, by commas; none: two tiny ones.")
-    parses: str = option("", "CoNLL-U file, or .jsonl with words and heads, to compare with.")
+    parses: str = option(
+        "", "CoNLL-U file, or .jsonl with words and heads, to compare with.", data=True
+    )
     data: str = option("", "Folder of data sets; else $STRUCTMAX_DATA, or beside the checkout.")
     most_words: int = option(40, "Leave out longer sentences.")
     pictures: int = option(10, "So many sentences are drawn, with the trees SparseMAP keeps.")

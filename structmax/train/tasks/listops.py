@@ -54,10 +54,10 @@ class ListOpsConfig(TrainConfig):
     )
     data: str = option("", "Folder of data sets; else $STRUCTMAX_DATA, or beside the checkout.")
     train_file: str = option(
-        "", "Training expressions in the official format, not generated.", fixed=True
+        "", "Training expressions in the official format, not generated.", fixed=True, data=True
     )
     test_file: str = option(
-        "", "Test expressions in the official format, not generated.", fixed=True
+        "", "Test expressions in the official format, not generated.", fixed=True, data=True
     )
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from structmax.data import find_data, snli
+from structmax.data.folder import find_within, quoted
 from structmax.data.snli import LABELS
 from structmax.nn.esim import ESIM
 from structmax.nn.pair_classifier import (
@@ -54,14 +55,14 @@ class NLIConfig(TrainConfig):
     clip: float = option(5.0, "Largest norm of the gradient of parser and of composer; 0: any.")
     eval_every: int = option(281, "Updates between looks at the validation split.")
     corpus: str = option(
-        "", "Folder of the pairs, such as snli; none: a tiny generated set.", fixed=True
+        "", "Folder of the pairs, such as snli; none: a tiny generated set.", fixed=True, data=True
     )
     data: str = option("", "Folder of data sets; else $STRUCTMAX_DATA, or beside the checkout.")
     train_file: str = option("train_subset18k.tsv", "Of the corpus, to train with.", fixed=True)
     valid_file: str = option("validation.tsv", "Of the corpus, to choose the step by.", fixed=True)
     test_file: str = option("test.tsv", "Of the corpus, to test.", fixed=True)
     vectors: str = option(
-        "", "File of word vectors, such as glove/glove6B100d_subset.txt.", fixed=True
+        "", "File of word vectors, such as glove/glove6B100d_subset.txt.", fixed=True, data=True
     )
     encoder: Literal[
         "esim", "lstm", "bilstm", "balanced", "random", "easy-first", "spinn", "dependency",
@@ -231,7 +232,7 @@ class NLI(Task):
         for line in lines:
             sides = [tokens(text) for text in line.split("\t")]
             if len(sides) != 2 or not all(sides):
-                raise ValueError(f"expected two sentences with a tab between, got {line!r}.")
+                raise ValueError(f"expected two sentences with a tab between, got {quoted(line)}.")
             batch = move(self.collate([Example(sides[0], sides[1], 0)]), device)
             logits, weights = self._logits(model, batch)
             p = logits.softmax(-1)[0].tolist()
@@ -248,13 +249,18 @@ class NLI(Task):
 
 def read(config: NLIConfig) -> Splits:
     """The splits of a corpus in the formats of SNLI."""
+    folder = find_data(config.corpus, config.data)
 
-    def split(name: str) -> list[Example]:
-        path = find_data(f"{config.corpus}/{name}", config.data)
+    def split(name: str, flag: str) -> list[Example]:
+        path = find_within(folder, name, f"Say which file with {flag}.")
         pairs = [Example(tokens(p), tokens(h), label) for p, h, label in snli.read(path)]
         return [pair for pair in pairs if pair.premise and pair.hypothesis]
 
-    return Splits(*(split(n) for n in (config.train_file, config.valid_file, config.test_file)))
+    return Splits(
+        split(config.train_file, "--train-file"),
+        split(config.valid_file, "--valid-file"),
+        split(config.test_file, "--test-file"),
+    )
 
 
 def generate(config: NLIConfig) -> Splits:

@@ -50,10 +50,12 @@ class ParseConfig(TrainConfig):
     schedule: Schedule = option("cosine", SCHEDULE)
     warmup: int = option(50, "Updates over which the learning rate rises from 0.")
     clip: float = option(5.0, "Largest norm of the gradient; 0: any.")
-    corpus: str = option("", "Folder of CoNLL-U files; none: a tiny generated set.", fixed=True)
+    corpus: str = option(
+        "", "Folder of CoNLL-U files; none: a tiny generated set.", fixed=True, data=True
+    )
     data: str = option("", "Folder of data sets; else $STRUCTMAX_DATA, or beside the checkout.")
     vectors: str = option(
-        "", "File of word vectors, such as glove/glove6B100d_subset.txt.", fixed=True
+        "", "File of word vectors, such as glove/glove6B100d_subset.txt.", fixed=True, data=True
     )
     trees: Literal["nonprojective", "projective", "none", "random"] = option(
         "nonprojective",

@@ -40,11 +40,14 @@ class SemDepConfig(TrainConfig):
     lr: float = option(1e-3, "Learning rate of all but the parser.")
     clip: float = option(5.0, "Largest norm of the gradient of parser and of the rest; 0: any.")
     corpus: str = option(
-        "", "Folder of CoNLL-U files with graphs; none: a tiny generated set.", fixed=True
+        "",
+        "Folder of CoNLL-U files with graphs; none: a tiny generated set.",
+        fixed=True,
+        data=True,
     )
     data: str = option("", "Folder of data sets; else $STRUCTMAX_DATA, or beside the checkout.")
     vectors: str = option(
-        "", "File of word vectors, such as glove/glove6B100d_subset.txt.", fixed=True
+        "", "File of word vectors, such as glove/glove6B100d_subset.txt.", fixed=True, data=True
     )
     syntax: Literal["latent", "pipeline", "multi-task", "gold", "random", "none"] = option(
         "latent",

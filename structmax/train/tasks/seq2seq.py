@@ -46,7 +46,10 @@ class Seq2SeqConfig(TrainConfig):
     schedule: Schedule = option("cosine", SCHEDULE)
     eval_every: int = option(453, "Updates between looks at the validation split.")
     corpus: str = option(
-        "", "Folder of the corpus, such as multi30k; none: a tiny generated set.", fixed=True
+        "",
+        "Folder of the corpus, such as multi30k; none: a tiny generated set.",
+        fixed=True,
+        data=True,
     )
     data: str = option("", "Folder of data sets; else $STRUCTMAX_DATA, or beside the checkout.")
     kind: Literal["translation", "summary"] = option(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from structmax.data import find_data
 from structmax.data import sst as treebank
+from structmax.data.folder import quoted
 from structmax.data.words import words_between_spaces
 from structmax.estimators import SparseExpectation
 from structmax.nn.dependency_classifier import DependencyClassifier
@@ -43,11 +44,14 @@ class SSTConfig(TrainConfig):
     clip: float = option(5.0, "Largest norm of the gradient of parser and of composer; 0: any.")
     eval_every: int = option(54, "Updates between looks at the validation split.")
     corpus: str = option(
-        "", "Folder of train, dev and test files, sst; none: a tiny generated set.", fixed=True
+        "",
+        "Folder of train, dev and test files, sst; none: a tiny generated set.",
+        fixed=True,
+        data=True,
     )
     data: str = option("", "Folder of data sets; else $STRUCTMAX_DATA, or beside the checkout.")
     vectors: str = option(
-        "", "File of word vectors, such as glove/glove6B100d_subset.txt.", fixed=True
+        "", "File of word vectors, such as glove/glove6B100d_subset.txt.", fixed=True, data=True
     )
     trees: Literal["latent", "graph", "flat", "left", "balanced", "random", "file", "none"] = (
         option(
@@ -60,6 +64,7 @@ class SSTConfig(TrainConfig):
         "",
         "Parses of all sentences, for --trees file: CoNLL-U, or .jsonl with words and heads.",
         fixed=True,
+        data=True,
     )
     estimator: str = option(
         "",
@@ -71,6 +76,7 @@ class SSTConfig(TrainConfig):
         "",
         "Treebank with enhanced graphs, to train the parser of --trees graph on first.",
         fixed=True,
+        data=True,
     )
     pretrain: int = option(1000, "Updates on --graphs, before all others.")
     composer: Literal["child-sum", "gcn"] = option("child-sum", "What reads the tree.")
@@ -262,7 +268,9 @@ def with_trees(splits: Splits, config: SSTConfig) -> Splits:
         found = [head for head in trees.get(tuple(example.words), []) if head is not None]
         if len(found) < len(example.words):
             text = " ".join(example.words)
-            raise ValueError(f"{path} has no tree of a sentence of {config.corpus}: {text!r}.")
+            raise ValueError(
+                f"{path} has no tree of a sentence of {config.corpus}: {quoted(text)}."
+            )
         return example._replace(heads=found)
 
     return Splits(*([look_up(example) for example in split] for split in splits))
@@ -282,12 +290,8 @@ def read_graphs(config: SSTConfig) -> list[Any]:
 
 def read(config: SSTConfig) -> Splits:
     """The splits of the treebank: whole sentences, without neutral ones."""
-
-    def split(name: str) -> list[Example]:
-        path = find_data(f"{config.corpus}/{name}.txt", config.data)
-        return [Example(p.words, p.label, []) for p in treebank.read(path, binary=True)]
-
-    return Splits(split("train"), split("dev"), split("test"))
+    splits = treebank.read_splits(find_data(config.corpus, config.data), binary=True)
+    return Splits(*([Example(p.words, p.label, []) for p in split] for split in splits))
 
 
 def generate(config: SSTConfig) -> Splits:

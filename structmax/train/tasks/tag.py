@@ -53,12 +53,15 @@ class TagConfig(TrainConfig):
         "upos", "What to tag: upos of CoNLL-U files, or the spans of CoNLL columns.", fixed=True
     )
     corpus: str = option(
-        "", "Folder of train, dev and test files; none: a tiny generated set.", fixed=True
+        "",
+        "Folder of train, dev and test files; none: a tiny generated set.",
+        fixed=True,
+        data=True,
     )
     data: str = option("", "Folder of data sets; else $STRUCTMAX_DATA, or beside the checkout.")
     encoding: str = option("utf-8", "Of columns; CoNLL-2002 has latin-1.", fixed=True)
     vectors: str = option(
-        "", "File of word vectors, such as glove/glove6B100d_subset.txt.", fixed=True
+        "", "File of word vectors, such as glove/glove6B100d_subset.txt.", fixed=True, data=True
     )
     loss: Literal["crf", "smoothed", "perceptron", "hinge", "sparsemap"] = option(
         "crf", "What the chain is trained by; smoothed: by Gini."

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from structmax.data.folder import quoted
 from structmax.nn.crf import CRF
 from structmax.train.config import TrainConfig, option
 from structmax.train.errors import UserError
@@ -111,11 +112,12 @@ class Toy(Task):
         most = self.facts["words"]
         device = next(model.parameters()).device
         for line in lines:
+            wanted = f"expected numbers from 0 to {most - 1}, got {quoted(line)}."
             try:
                 words = [int(word) for word in line.split()]
             except ValueError:
-                raise ValueError(f"expected numbers from 0 to {most - 1}, got {line!r}.") from None
+                raise ValueError(wanted) from None
             if not words or not all(0 <= word < most for word in words):
-                raise ValueError(f"expected numbers from 0 to {most - 1}, got {line!r}.")
+                raise ValueError(wanted)
             (tags,) = model.chain.decode(model(torch.tensor([words], device=device) + 1))
             yield {"words": words, "tags": tags, "text": " ".join(map(str, tags))}
