@@ -76,7 +76,7 @@ class DynamicStructure(PartStructure):
                 f"{self._name}: both distributions must be over the derivations of one forest, "
                 f"got {type(q).__name__} over another."
             )
-        if checks.can_look() and bool((self._goal() != q._goal()).any()):
+        if q is not self and checks.can_look() and bool((self._goal() != q._goal()).any()):
             raise ValueError(
                 f"{self._name}: both distributions must have the same {self._goals_are}."
             )
