@@ -93,6 +93,8 @@ def _train(name: str, run: Path, config: Path | None, start: str, changes: dict[
         runs.refuse_other_files(run)
     source = str(config) if config else f"task {name}"
     settings = from_dict(task.config, {**options, **changes}, source=source)
+    if "data" in changes:
+        settings.check_data()
     with workers(settings.device) as crew:
         result = task.fit(settings, run, resume, crew)
         if crew.first:
@@ -172,7 +174,7 @@ def evaluate(
                 raise UserError(f"task {trained.task.name} reads no data sets. Leave out --data.")
             moved: dict[str, Any] = {"data": data}
             config = replace(config, **moved)
-            config.check()
+            config.check_data()
         examples = getattr(runs.data(run, trained.task, config), split)
         if not len(examples):
             raise UserError(f"task {trained.task.name} has no {split} split here.")
@@ -380,7 +382,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
     code = _run(list(sys.argv[1:] if arguments is None else arguments))
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it may have been closed
+            sys.stdout.flush()
     except OSError:  # what was not written would be tried again as the process ends, and fail
         with contextlib.suppress(OSError):  # an output that is no file
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -280,8 +280,11 @@ def test_decoded_tags_are_scored(lengths: list[int], smoothing: sx.Smoothing) ->
     z = chain.argmax()
     for query in (chain.score, chain.log_prob):
         assert torch.allclose(query(chain.decode(z)), query(z))
-    with pytest.raises(ValueError, match="z must be a tensor or lists of numbers"):
-        chain.log_prob("nouns")
+    for wrong in ("nouns", [[0, 1, 0], 5], [None]):
+        with pytest.raises(ValueError, match="z must be a tensor or lists of numbers"):
+            chain.log_prob(wrong)
+    with pytest.raises(ValueError, match=r"tags must be \(..., 3\) .* got \(2,\)"):
+        sx.LinearChain(*args).score([0, 1])
 
 
 def test_one_item_of_a_chain_with_steps() -> None:
@@ -311,6 +314,12 @@ def test_paths_are_made_inside_transforms(fresh: bool) -> None:
     assert torch.allclose(path.log_partition(), out)
     assert torch.allclose(tangent, slope.sum())
     assert torch.allclose(torch.func.jacrev(torch.func.jacrev(value))(x), hessian(value, x))
+
+
+def test_edges_are_not_mapped() -> None:
+    edges = torch.tensor([[0, 1], [0, 2], [1, 2]]).expand(2, 3, 2)
+    with pytest.raises(ValueError, match="Path: edges cannot be mapped"):
+        torch.vmap(lambda e, x: sx.Path(e, x, 0, 2).log_partition())(edges, torch.zeros(2, 3))
 
 
 def hessian(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -381,6 +390,10 @@ def test_what_estimators_keep_is_wide_in_a_narrow_model(dtype: torch.dtype) -> N
     look.update(torch.tensor([4.0]))
     assert look.alpha.item() == pytest.approx(0.999, abs=1e-6)
     assert est.Reinforce(1, "ema").to("meta").baseline.costs.total.is_meta
+    moments = est.Reinforce(1, "ema").baseline.costs
+    moments.load_state_dict({k: t.to(dtype) for k, t in moments.state_dict().items()}, assign=True)
+    moments.update(torch.tensor([1e5]))
+    assert moments.mean() == 1e5
 
 
 def test_an_adaptive_look_does_not_see_masks() -> None:

@@ -6,6 +6,8 @@ import io
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +22,9 @@ pytest.importorskip("safetensors")
 
 from structmax.cli import main
 from structmax.data import listops
+from structmax.train import run as runs
 from structmax.train import tasks
+from structmax.train.errors import UserError
 from structmax.train.metrics import read_log
 from structmax.train.tasks.listops import ListOps
 
@@ -169,7 +173,7 @@ def test_files_that_are_no_run(call, refused, tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     new = [*TOY, "--out", tmp_path]
     for flags in ([], ["--config", tmp_path / "config.toml"], ["--resume"]):
-        refused(*new, *flags, words=[*own, "no task.json", "--out", "--fresh"])
+        refused(*new, *flags, words=[*own, "holds no run", "--out", "--fresh"])
         assert {p.name: p.read_text() for p in tmp_path.iterdir()} == own
     assert call(*new, "--fresh")[0] == 0  # as after a run that ended while it made its folder
     assert (tmp_path / "task.json").exists()
@@ -358,3 +362,31 @@ def test_without_the_extra() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "pip install 'structmax[cli]'" in done.stderr
+
+
+def test_data_that_an_old_run_did_not_need(call, trained: Path, tmp_path: Path) -> None:
+    """What a run was told once is no reason to refuse its model."""
+    folder = shutil.copytree(trained, tmp_path / "old")
+    config = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(re.sub('(?m)^data = ""$', 'data = "x"', config))
+    assert 'data = "x"' in (folder / "config.toml").read_text()
+    lines = tmp_path / "lines.txt"
+    lines.write_text("[MAX 2 3 ]\n")
+    code, _, err = call("predict", folder, lines, "--device", "cpu")
+    assert code == 0, err
+
+
+def test_an_output_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["tasks"]) == 0
+
+
+def test_a_run_that_died_as_it_began(tmp_path: Path) -> None:
+    runs.create(tmp_path, tasks.by_name("toy"), tasks.by_name("toy").config())
+    (tmp_path / "task.json").unlink()
+    with pytest.raises(UserError, match=r"would replace config\.toml"):
+        runs.refuse_other_files(tmp_path)
+    lock = runs.claim(tmp_path)
+    assert lock is not None
+    lock.close()
+    runs.refuse_other_files(tmp_path)

@@ -100,3 +100,20 @@ def test_an_edge_that_others_can_replace(size: float) -> None:
     exclude[0, 2] = exclude[2, 0] = True
     path, include[0, 1] = tree.condition(exclude=exclude), True
     assert kl_divergence(path, path.condition(include=include)).abs() < 1e-9
+
+
+class OwnTree(sx.BinaryTree):
+    pass
+
+
+def test_a_subclass_is_over_the_same_trees() -> None:
+    scores = torch.randn(4, 4)
+    assert kl_divergence(sx.BinaryTree(scores), OwnTree(scores)).abs() < 1e-6
+
+
+@pytest.mark.parametrize("name", ["constituents", "projective", "grid"])
+def test_no_numbers_are_looked_at_without_lengths(name: str) -> None:
+    """Neither on a device whose tensors hold none."""
+    cls = type(FAMILIES[name]())
+    p, q = (cls(torch.zeros(3, 4, 4, device="meta"), validate_args=False) for _ in range(2))
+    assert kl_divergence(p, q).shape == (3,)

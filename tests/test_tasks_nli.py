@@ -168,7 +168,7 @@ def test_nli_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         next(task.predict(torch.nn.Linear(1, 1), ["word " * 4000]))
     monkeypatch.chdir(tmp_path)
     Path("here").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"no train\.tsv in here\. .*--train-file"):
+    with pytest.raises(FileNotFoundError, match=r"no train\.tsv in .*'here'\. .*--train-file"):
         task.data(NLIConfig(corpus="here", train_file="train.tsv"))
     config = NLIConfig(encoder="easy-first", estimator="top-k-expectation")
     task.data(config)

@@ -418,6 +418,10 @@ class SentCFG(StructDistribution):
         terms = sequence[..., nt:].diagonal(dim1=-3, dim2=-2).mT
         return terms, rule_counts(sequence, nt), roots
 
+    def to_event(self, sequence: Tensor, extra: Any, lengths: Any = None) -> Any:
+        """Terms, rules and roots of labelled spans; ``lengths`` are the grammar's unless given."""
+        return self.to_parts(sequence, extra, self.lengths if lengths is None else lengths)
+
     @staticmethod
     def from_parts(parts: tuple[Tensor, ...]) -> tuple[Tensor, tuple[int, int]]:
         """Labelled spans ``(..., N, N, NT+T)`` of an event with spans, and (NT, T)."""

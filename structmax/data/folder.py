@@ -52,17 +52,20 @@ def find_data(name: str | Path, given: str | Path | None = None) -> Path:
     )
 
 
-def find_within(folder: Path, name: str, fix: str) -> Path:
-    """A file of a folder, perhaps compressed (``.xz``); ``fix`` ends the error if there is none.
+def find_within(corpus: str, name: str, given: str | Path | None, fix: str) -> Path:
+    """A file of a folder among the data sets; ``fix`` ends the error if the folder has none.
 
-    >>> find_within(Path("snli"), "train.tsv", "Say which with --train-file.")
+    >>> find_within(".", "train.tsv", "corpora", "Say which with --train-file.")
     Traceback (most recent call last):
-    FileNotFoundError: there is no train.tsv in snli. Say which with --train-file.
+    FileNotFoundError: there is no train.tsv in the folder '.'. Say which with --train-file.
     """
-    for path in (folder / name, folder / f"{name}.xz"):
-        if path.exists():
-            return path
-    raise FileNotFoundError(f"there is no {name} in {folder}. {fix}")
+    try:
+        return find_data(f"{corpus}/{name}", given)
+    except FileNotFoundError:
+        folder = find_data(corpus, given)  # whose error says that there is no such folder
+        raise FileNotFoundError(
+            f"there is no {name} in the folder {str(folder)!r}. {fix}"
+        ) from None
 
 
 def read_lines(path: str | Path, encoding: str = "utf-8") -> Iterator[tuple[int, str]]:

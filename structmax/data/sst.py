@@ -49,11 +49,14 @@ def read(path: str | Path, subtrees: bool = False, binary: bool = False) -> list
     return found
 
 
-def read_splits(folder: str | Path, binary: bool = False) -> list[list[Phrase]]:
-    """The sentences of ``train.txt``, ``dev.txt`` and ``test.txt``, perhaps with ``.xz``."""
+def read_splits(
+    corpus: str, given: str | Path | None = None, binary: bool = False
+) -> list[list[Phrase]]:
+    """The sentences of ``train.txt``, ``dev.txt`` and ``test.txt`` of a folder among the data sets,
+    see :func:`structmax.data.find_data`."""
     fix = "There must be train.txt, dev.txt and test.txt."
     names = [f"{split}.txt" for split in ("train", "dev", "test")]
-    return [read(find_within(Path(folder), name, fix), binary=binary) for name in names]
+    return [read(find_within(corpus, name, given, fix), binary=binary) for name in names]
 
 
 def parse(text: str) -> list[Phrase]:

@@ -64,12 +64,12 @@ class RunningMoments(Running):
         """Adds the finite values of one call, which count as one however many they are; none, as
         of an empty batch, count nothing."""
         with untransformed():  # else what is kept would belong to a transform
-            values = unwrapped(values).to(self.total)
+            values = unwrapped(values).to(self.total.device, torch.float64)
             finite = values.isfinite()
             count = finite.sum()
             mean = torch.where(finite, values, 0.0).sum() / count
             spread = torch.where(finite, values - mean, 0.0).square().sum() / count
-            new = {"weight": torch.ones_like(mean), "total": mean, "spread": spread}
-            for name, value in new.items():
-                old = getattr(self, name)
-                setattr(self, name, torch.where(count > 0, self.decay * old + value, old))
+            any_finite = count > 0
+            for name, value in {"weight": 1.0, "total": mean, "spread": spread}.items():
+                old = getattr(self, name).double()
+                setattr(self, name, torch.where(any_finite, self.decay * old + value, old))

@@ -102,6 +102,8 @@ class BinaryTree(PackedSquare):
         if self._validate_args and checks.can_look():
             self._first_look()
 
+    _trees = "BinaryTree"
+
     # -- the graph --------------------------------------------------------------------------------
 
     @staticmethod

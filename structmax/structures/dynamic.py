@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,9 +59,6 @@ class DynamicStructure(PartStructure):
         """Primary parts ``(..., *batch, width)`` as ``(..., *batch, *parts)``."""
         return flat.unflatten(-1, self.event_shape)
 
-    _goals_are: ClassVar[str] = "lengths"
-    """What an item's goal node follows from, for errors."""
-
     def _derivation_size(self) -> int:
         """The most nodes in a derivation."""
         return longest(self._forest_key())
@@ -76,11 +73,12 @@ class DynamicStructure(PartStructure):
                 f"{self._name}: both distributions must be over the derivations of one forest, "
                 f"got {type(q).__name__} over another."
             )
-        if q is not self and checks.can_look() and bool((self._goal() != q._goal()).any()):
-            raise ValueError(
-                f"{self._name}: both distributions must have the same {self._goals_are}."
-            )
         return self, q
+
+    def _same_goals(self, q: DynamicStructure, what: str) -> None:
+        """An error where both have other goals, which follow from ``what``."""
+        if q is not self and checks.can_look() and bool((self._goal() != q._goal()).any()):
+            raise ValueError(f"{self._name}: both distributions must have the same {what}.")
 
     # -- value and gradient -----------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from structmax import checks
 from structmax.forest import ops
 from structmax.forest.topology import Forest
 from structmax.smoothing import Smoothing
-from structmax.structures.base import dot
+from structmax.structures.base import Structure, dot
 from structmax.structures.dynamic import DynamicStructure, counts_of_edges, forest_of_edges
 from structmax.structures.lengths import full
 
@@ -104,8 +104,6 @@ class Hyperpath(DynamicStructure):
         last, device = self.forest.num_nodes - 1, self.scores.device
         return full(self.batch_shape, last, device, torch.int32)
 
-    _goals_are = "goals"
-
     def _derivation_size(self) -> int:
         return self.forest.longest
 
@@ -163,6 +161,12 @@ class Hyperpath(DynamicStructure):
                 break
         chosen = same.to(torch.uint8).argmax(-1)
         return use[torch.arange(len(use), device=use.device), chosen], found, complete
+
+    def _aligned(self, q: Structure) -> tuple[DynamicStructure, DynamicStructure]:
+        p, q = super()._aligned(q)
+        if getattr(p, "goal", None) is not None or getattr(q, "goal", None) is not None:
+            p._same_goals(q, "goals")
+        return p, q
 
     def enumerate_support(self, expand: bool = True) -> Tensor:
         """The part counts of every derivation, by recursion over the forest."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -440,18 +441,15 @@ class LinearChain(LateLook, DynamicStructure):
         return torch.where(log_prob.isnan(), -math.inf, log_prob)
 
     def _as_tensor(self, z: Any) -> Tensor:
-        """Tags or their indicator, of lists too; those of tags may be ragged."""
+        """Tags or their indicator, of lists too; those of tags may end at their lengths."""
         if isinstance(z, Tensor):
             return z
         device = self._first.device
-        try:
-            found = torch.as_tensor(z, device=device)
-        except (TypeError, ValueError, RuntimeError):
-            found = None
-        if isinstance(z, list | tuple) and (found is None or checks.holds_integers(found)):
-            z = _pad(z, self.event_shape[0])
-        elif found is not None:
-            return found
+        if self.lengths is not None and isinstance(z, list | tuple):
+            with contextlib.suppress(TypeError, ValueError, RuntimeError):
+                found = torch.as_tensor(_pad(z, self.event_shape[0]), device=device)
+                if checks.holds_integers(found):
+                    return found
         return checks.as_tensor(self._name, "z", z, device)
 
     def _score(self, z: Tensor) -> Tensor:

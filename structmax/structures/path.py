@@ -16,9 +16,9 @@ from torch import Tensor
 from structmax import checks
 from structmax.forest import ops
 from structmax.forest.topology import ForestBuilder
-from structmax.primitive import untransformed, unwrapped
+from structmax.primitive import on_host, untransformed
 from structmax.smoothing import Smoothing
-from structmax.structures.base import dot
+from structmax.structures.base import Structure, dot
 from structmax.structures.dynamic import DynamicStructure
 from structmax.structures.nesting import nest, unnest
 
@@ -210,8 +210,6 @@ class Path(DynamicStructure):
         outside = (target < 0) | (target > last)
         return place.to(device)[torch.where(outside, last, target)].int()
 
-    _goals_are = "targets"
-
     def _derivation_size(self) -> int:
         return self._graph.forest.longest
 
@@ -269,6 +267,11 @@ class Path(DynamicStructure):
 
     def _score(self, z: Tensor) -> Tensor:
         return dot(self._parts()[0], z.to(self._parts()[0].dtype), 1)
+
+    def _aligned(self, q: Structure) -> tuple[DynamicStructure, DynamicStructure]:
+        p, q = super()._aligned(q)
+        p._same_goals(q, "targets")
+        return p, q
 
     def enumerate_support(self, expand: bool = True) -> Tensor:
         targets = torch.as_tensor(self.target).unique().tolist()
@@ -351,14 +354,14 @@ def _checked_graph(edges: Tensor, scores: Tensor, source: int) -> Graph:
         )
     if not isinstance(source, int) or source < 0:
         raise ValueError(f"Path: source must be an integer at least 0, got {source!r}.")
+    table = on_host(edges, "Path: edges").astype(np.int64)
+    if (table < 0).any():
+        edge = int((table < 0).any(-1).argmax())
+        raise ValueError(
+            f"Path: nodes are numbered from 0, got edge {edge} = {table[edge].tolist()}."
+        )
     with untransformed():  # the graph is kept
-        table = unwrapped(edges).cpu().long().contiguous()
-        if bool((table < 0).any()):
-            edge = int((table < 0).any(-1).nonzero()[0])
-            raise ValueError(
-                f"Path: nodes are numbered from 0, got edge {edge} = {table[edge].tolist()}."
-            )
-        return _graph(table.numpy().tobytes(), source)
+        return _graph(table.tobytes(), source)
 
 
 # numbers of nodes are no constants of a compiled function; see sparse.solve for the choice of word

@@ -14,7 +14,7 @@ from structmax import checks
 from structmax.forest import ops
 from structmax.forest.topology import Forest, ForestBuilder, bucket, family, name_of
 from structmax.smoothing import Smoothing
-from structmax.structures.base import dot
+from structmax.structures.base import Structure, dot
 from structmax.structures.dynamic import DynamicStructure
 from structmax.structures.lengths import OneSided
 from structmax.structures.nesting import nest, unnest
@@ -276,6 +276,12 @@ class SemiMarkov(OneSided, DynamicStructure):
         overlaps = (begun - over)[..., None] - include.long() > 0
         # what runs past the length cannot be included: then nothing is left
         return overlaps | (include & ~inside).flatten(-3).any(-1)[..., None, None, None]
+
+    def _aligned(self, q: Structure) -> tuple[DynamicStructure, DynamicStructure]:
+        p, q = super()._aligned(q)
+        if self.lengths is not None or getattr(q, "lengths", None) is not None:
+            p._same_goals(q, "lengths")
+        return p, q
 
     def edge_marginals(self) -> Tensor:
         """The probability of each transition at each boundary, ``(*B, n−1, c, c)``. Differentiable.

@@ -52,6 +52,8 @@ class SpanningTree(ArcStructure):
     tensor([0.0000, 0.7311, 0.2689])
     """
 
+    _trees = "SpanningTree"
+
     def __init__(
         self,
         scores: Tensor,

@@ -123,10 +123,8 @@ class SquareStructure(OneSided, PartStructure):
     def _parts(self) -> tuple[Tensor, ...]:
         return (self._primary(),)
 
-    @property
-    def _trees(self) -> str:
-        """What tells the set of trees from others of this shape."""
-        return self._name
+    _trees: Any
+    """What tells the set of trees from others of this shape."""
 
     @abstractmethod
     def _used(self) -> Tensor:

@@ -80,16 +80,19 @@ class TrainConfig:
         "at the lowest rate.",
     )
 
+    def check_data(self) -> None:
+        """Refuse a ``data`` in which nothing is looked for."""
+        found = [f.name for f in dataclasses.fields(self) if f.metadata.get("data")]
+        if getattr(self, "data", None) and found and not any(getattr(self, n) for n in found):
+            flags = " or ".join(f"--{name.replace('_', '-')}" for name in found)
+            raise UserError(f"--data has no effect without {flags}. Add one, or leave it out.")
+
     def check(self) -> None:
         """Raise a UserError for values that make no sense; a task adds its own."""
         if not (self.steps or self.minutes or self.patience):
             raise UserError("a run must end: give --steps, --minutes or --patience.")
         if self.schedule == "plateau" and not self.patience:
             raise UserError("the schedule plateau needs --patience: how many looks are a plateau.")
-        found = [f.name for f in dataclasses.fields(self) if f.metadata.get("data")]
-        if getattr(self, "data", None) and found and not any(getattr(self, n) for n in found):
-            flags = " or ".join(f"--{name.replace('_', '-')}" for name in found)
-            raise UserError(f"--data has no effect without {flags}. Add one, or leave it out.")
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -45,13 +45,15 @@ def exists(folder: Path) -> bool:
 
 
 def refuse_other_files(folder: Path) -> None:
-    """In a folder that holds no run, files with the names of a run's are someone's own."""
+    """In a folder that holds no run, and where none began, files with the names of a run's are
+    someone's own."""
     with as_user_error():
         found = [name for name in FILES if (folder / name).exists()]
-    if found:
+        began = (folder / ".lock").exists()
+    if found and not began:
         raise UserError(
-            f"{folder} has no task.json and so holds no run, which would replace what is there: "
-            f"{', '.join(found)}. Choose another folder with --out, or lose them with --fresh."
+            f"{folder} holds no run, and a run there would replace {', '.join(found)}. Choose "
+            "another folder with --out, or lose them with --fresh."
         )
 
 

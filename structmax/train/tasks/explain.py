@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from structmax.data import find_data, sst
+from structmax.data import sst
 from structmax.data.words import words_between_spaces
 from structmax.estimators import Estimator
 from structmax.estimators.noise import gumbel
@@ -156,7 +156,7 @@ class Explain(Task):
 
     def data(self, config: ExplainConfig) -> Splits:
         if config.corpus:
-            splits = Splits(*sst.read_splits(find_data(config.corpus, config.data), binary=True))
+            splits = Splits(*sst.read_splits(config.corpus, config.data, binary=True))
         else:
             splits = generate((config.examples, 200, 200), config.seed)
         words = [[word.lower() for word in e.words] for split in splits for e in split]

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from structmax.data import find_data, snli
+from structmax.data import snli
 from structmax.data.folder import find_within, quoted
 from structmax.data.snli import LABELS
 from structmax.nn.esim import ESIM
@@ -249,10 +249,9 @@ class NLI(Task):
 
 def read(config: NLIConfig) -> Splits:
     """The splits of a corpus in the formats of SNLI."""
-    folder = find_data(config.corpus, config.data)
 
     def split(name: str, flag: str) -> list[Example]:
-        path = find_within(folder, name, f"Say which file with {flag}.")
+        path = find_within(config.corpus, name, config.data, f"Say which file with {flag}.")
         pairs = [Example(tokens(p), tokens(h), label) for p, h, label in snli.read(path)]
         return [pair for pair in pairs if pair.premise and pair.hypothesis]
 

@@ -290,7 +290,7 @@ def read_graphs(config: SSTConfig) -> list[Any]:
 
 def read(config: SSTConfig) -> Splits:
     """The splits of the treebank: whole sentences, without neutral ones."""
-    splits = treebank.read_splits(find_data(config.corpus, config.data), binary=True)
+    splits = treebank.read_splits(config.corpus, config.data, binary=True)
     return Splits(*([Example(p.words, p.label, []) for p in split] for split in splits))
 
 
