@@ -194,7 +194,7 @@ def test_adaptive_scale_leaves_forbidden_parts_out() -> None:
     estimator = est.IMLE(lam="adaptive")
     structure = sx.Choice(torch.tensor([3.0, -torch.inf, 4.0]))
     # α ‖θ‖ / ‖g‖ with α = 1 at first
-    assert estimator.look(structure, torch.tensor([0.0, 2.0, 0.0])).item() == pytest.approx(2.5)
+    assert estimator.look(structure, torch.tensor([0.0, 7.0, 2.0])).item() == pytest.approx(2.5)
 
 
 def test_entropy_is_subtracted() -> None:

@@ -16,18 +16,16 @@ class StraightThrough(base.Estimator):
     """z = argmax(θ), with the gradient of something smoother in its place:
 
     - ``backward="identity"``: that of θ, so ∂L/∂z itself (Hinton 2012; Bengio, Léonard & Courville
-      2013, "Estimating or propagating gradients through stochastic neurons"). Scores of additional
-      parts get none.
+      2013, "Estimating or propagating gradients through stochastic neurons"). Primary parts alone.
     - ``"marginals"``: that of the marginals μ(θ), the Hessian-vector product ∇²A(θ)·∂L/∂z, for
       additional parts too. The temperature is that of the structure.
-    - ``"softmax"``: that of the softmax in each local group (the tags of a position, the heads of a
-      word) at that temperature, as if there were no structure; an error without groups. Additional
-      parts get none.
+    - ``"softmax"``: that of the softmax in each local group (a position's tags, a word's heads) at
+      that temperature, as if without a structure; an error without groups. Additional parts: none.
     - ``"beam"``: that of the mean of the k best structures, p ∝ exp(score/γ), for all parts.
 
     Biased: argmax has no gradient, and this is that of another function. Structures built by a
-    policy have no argmax: with ``"identity"`` and ``"softmax"`` the best action is taken at each
-    step, with that gradient; with ``"beam"`` z is the best of a beam. Needs argmax, or topk alone.
+    policy take the best action at each step with ``"identity"`` and ``"softmax"``, at temperature
+    1; with ``"beam"`` z is the best of a beam. Needs argmax, or topk alone.
 
     Args:
         backward, k: see above
