@@ -456,3 +456,11 @@ def test_targets_that_are_no_integers() -> None:
         sx.losses.crf(chain, torch.zeros(2, 3))
     with pytest.raises(ValueError, match="emissions must be a tensor, got list"):
         sx.nn.CRF(2).decode([[0.0, 1.0]])  # type: ignore[arg-type]
+
+
+def test_events_of_grammars_go_to_and_fro() -> None:
+    potentials = torch.randn(2, 4, 2), torch.randn(2, 1, 3, 3), torch.randn(2, 1)
+    grammar = torch_struct.SentCFG(potentials, lengths=torch.tensor([4, 3]))
+    event = grammar.argmax
+    again = grammar.to_event(*grammar.from_event(event))
+    assert all(torch.equal(a.to(b), b) for a, b in zip(again, event))

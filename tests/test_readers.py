@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from structmax.data import Trees, columns, conllu, glove, parallel, snli, sst, ucr
-from structmax.data.folder import data_folder, find_data, read_lines
+from structmax.data.folder import data_folder, find_data, find_within, read_lines
 
 
 @pytest.fixture
@@ -461,3 +461,13 @@ def test_letters_do_not_depend_on_batches_before() -> None:
     used.collate([["aa", "c"]])
     for one, other in zip(fresh.collate([["b", "aa"]]), used.collate([["b", "aa"]]), strict=True):
         assert (one == other).all()
+
+
+def test_a_corpus_beside_a_folder_of_its_name(tmp_path, monkeypatch) -> None:
+    """As where a run has the name of its corpus."""
+    there = tmp_path / "data" / "sst"
+    there.mkdir(parents=True)
+    (there / "train.txt").write_text("")
+    (tmp_path / "sst").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert find_within("sst", "train.txt", tmp_path / "data", "") == there / "train.txt"
