@@ -23,7 +23,7 @@ from structmax import __version__
 from structmax.train import run as runs
 from structmax.train import tasks
 from structmax.train.config import TrainConfig, from_dict, read_toml, types_of
-from structmax.train.errors import UserError, as_user_error, near
+from structmax.train.errors import TOO_LARGE, UserError, as_user_error, is_out_of_memory, near
 from structmax.train.metrics import to_json
 from structmax.train.signals import Stopped
 
@@ -197,7 +197,7 @@ def predict(
 ) -> None:
     """Print the structure of every line of input."""
     trained = _load(run, device)
-    for found in _predictions(trained, _lines(file), str(file or "stdin")):
+    for found in _predictions(trained, _lines(file), str(file or "stdin"), format == "json"):
         _print(to_json(found, ensure_ascii=False) if format == "json" else found["text"])
 
 
@@ -222,13 +222,14 @@ def show(
     else:
         lines = _lines(file)
     pictures = []
-    for found in _predictions(trained, lines, str(file or "the validation split")):
+    source, drawing = str(file or "the validation split"), bool(html or svg)
+    for found in _predictions(trained, lines, source, drawing):
         _print(found["text"])
         if "spans" in found:
             _print(tree_text(found["words"], found["spans"]) + "\n")
-        if (html or svg) and (drawn := answer_svg(found)) is not None:
+        if drawing and (drawn := answer_svg(found)) is not None:
             pictures.append((found["text"], drawn))
-    if (html or svg) and not pictures:
+    if drawing and not pictures:
         what = "what this task predicts" if lines else "no lines"
         raise UserError(f"there is nothing to draw in {what}.")
     with as_user_error():
@@ -268,22 +269,26 @@ def _load(run: Path, device: str) -> runs.Trained:
 
 
 def _predictions(
-    trained: runs.Trained, lines: Sequence[str], source: str
+    trained: runs.Trained, lines: Sequence[str], source: str, details: bool
 ) -> Iterator[dict[str, Any]]:
+    """The answer to each line; ``details``: with all that JSON and pictures show."""
     import torch
 
-    number = 0
+    task, model, number = trained.task, trained.model, 1
     with torch.no_grad():
-        found = trained.task.predict(trained.model, lines)
+        answers = task.predict(model, lines)
         while True:
             try:
-                one = next(found)
-            except StopIteration:
+                with as_user_error():
+                    found = next(answers, None)
+                    if details and found is not None:
+                        found = {**found, **task.details(model, found)}
+            except UserError as error:
+                raise UserError(f"{source}, line {number}: {error}") from error
+            if found is None:
                 return
-            except ValueError as error:
-                raise UserError(f"{source}, line {number + 1}: {error}") from error
             number += 1
-            yield one
+            yield found
 
 
 # -- looking ---------------------------------------------------------------------------------------
@@ -408,6 +413,10 @@ def _run(args: list[str]) -> int:
         return 1
     except OSError as error:  # a file that may not be read or written
         return _refuse(str(error))
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return _refuse(TOO_LARGE)
 
 
 def _refuse(message: str) -> int:

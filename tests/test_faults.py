@@ -194,6 +194,27 @@ def test_a_model_too_large_is_told(tmp_path: Path, capsys) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("command", ["predict", "show", "evaluate"])
+@pytest.mark.parametrize("error", [MemoryError(), Hungry.error], ids=["host", "device"])
+def test_out_of_memory_in_an_answer_is_one_line(
+    tmp_path: Path, monkeypatch, capsys, command: str, error: BaseException
+) -> None:
+    out = str(tmp_path / "run")
+    assert main([*TOY, "--out", out]) == 0
+    capsys.readouterr()
+
+    def fail(self, words):
+        raise error
+
+    monkeypatch.setattr("structmax.train.tasks.toy.Tagger.forward", fail)
+    (tmp_path / "in.txt").write_text("1 2\n")
+    given = [] if command == "evaluate" else [str(tmp_path / "in.txt")]
+    assert main([command, out, *given, "--device", "cpu"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("structmax: ") and "more memory than there is" in said
+    assert ("in.txt, line 1" in said) == bool(given)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_out_of_memory_in_a_step(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ pytest.importorskip("conllu")
 from structmax.cli import main
 from structmax.data import treebank
 from structmax.data.words import Vocabulary, facts
+from structmax.structures.dependency_tree import DependencyTree
 from structmax.train import Trainer, UserError
 from structmax.train.metrics import read_log
 from structmax.train.tasks.parse import LOSSES, Parse, ParseConfig
@@ -202,6 +203,37 @@ def test_parse_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert found["words"] == ["the", "unheard", "thing"] and treebank.is_tree(found["heads"])
     assert sum(tree["probability"] for tree in found["trees"]) == pytest.approx(1, abs=1e-2)
     assert all(treebank.is_tree(tree["heads"]) for tree in found["trees"])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "parse"
+    fit(folder, steps=2, log_every=2, eval_every=2, save_every=2)
+    return folder
+
+
+def test_sparsemap_runs_only_where_its_trees_are_shown(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """As text, and in a terminal, there is one tree a line; JSON and pictures have more."""
+    calls: list[tuple[int, int]] = []
+    real = DependencyTree.sparsemap
+
+    def counted(tree, **options):
+        result = real(tree, **options)
+        calls.append((result.structures.numel(), options["max_iter"]))
+        return result
+
+    monkeypatch.setattr(DependencyTree, "sparsemap", counted)
+    (tmp_path / "in.txt").write_text("the bed\nthe cat of the bed\n" + "word " * 120 + "\n")
+    one = [str(trained), str(tmp_path / "in.txt"), "--device=cpu"]
+    assert main(["predict", *one]) == 0 and main(["show", *one]) == 0
+    assert main(["show", str(trained), "--count=2"]) == 0 and not calls
+    monkeypatch.setattr("structmax.train.tasks.parse.MOST_CELLS", 1 << 18)  # of the trees together
+    assert main(["predict", *one, "--format=json"]) == 0
+    assert len(calls) == 3 and all(cells <= 1 << 18 for cells, _ in calls)
+    assert [most for _, most in calls] == [1000, 1000, 17]
+    assert main(["show", *one, "--svg", str(tmp_path / "svg")]) == 0 and len(calls) == 6
 
 
 @pytest.mark.gpu

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 NONE, UNKNOWN = 0, 1
 """Numbers of what is not there, and of words and letters that training did not see."""
 
+T = TypeVar("T")
 MOST_CHARS = 30
 MOST_FORMS = 1 << 20  # remembered
 
@@ -31,24 +32,36 @@ def words_between_spaces(line: str) -> list[str]:
     return words
 
 
-def split_lines(lines: Iterable[str], size: int = 64) -> Iterator[list[list[str]]]:
-    """The words of so many lines at a time. Of a line without any, the error comes after those
-    before it.
+def in_batches(
+    items: Iterable[T], length: Callable[[T], int] = len, size: int = 64, most: int = 1 << 12
+) -> Iterator[list[T]]:
+    """Cut items into batches, in order. If reading an item raises a ValueError, the items before it
+    come first.
 
-    >>> list(split_lines(["a b", "c", "d"], size=2))
+    Args:
+        items: sentences, or anything else that has a length
+        length: of an item
+        size: the most items in a batch
+        most: the most words in a batch, padding included; a single longer item is alone
+
+    >>> list(in_batches(map(words_between_spaces, ["a b", "c", "d"]), size=2))
     [[['a', 'b'], ['c']], [['d']]]
+    >>> list(in_batches(["a", "abcd", "b"], most=4))
+    [['a'], ['abcd'], ['b']]
     """
-    rows: list[list[str]] = []
-    for line in lines:
-        try:
-            rows.append(words_between_spaces(line))
-        except ValueError:
-            if rows:
+    rows: list[T] = []
+    longest = 0
+    try:
+        for item in items:
+            longest = max(longest, length(item))
+            if rows and (len(rows) == size or (len(rows) + 1) * longest > most):
                 yield rows
-            raise
-        if len(rows) == size:
+                rows, longest = [], length(item)
+            rows.append(item)
+    except ValueError:
+        if rows:
             yield rows
-            rows = []
+        raise
     if rows:
         yield rows
 

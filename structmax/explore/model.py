@@ -35,7 +35,8 @@ def answer(run: str, line: str) -> dict[str, Any]:
         raise ValueError(f"a line may have {LONGEST} letters, got {len(line)}.")
     model = trained(run)
     with torch.no_grad():
-        return next(iter(model.task.predict(model.model, [line])))
+        (found,) = model.task.predict(model.model, [line])
+        return {**found, **model.task.details(model.model, found)}
 
 
 def example(run: str) -> str:

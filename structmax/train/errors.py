@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+TOO_LARGE = "this needs more memory than there is; make it smaller."
+
 
 class UserError(Exception):
     """Something to fix outside the code; the message is one line that says what and how.
@@ -45,7 +47,7 @@ def as_user_error() -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError("this needs more memory than there is; make it smaller.") from error
+        raise UserError(TOO_LARGE) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -112,6 +112,13 @@ class Task:
         """An example as a line of input, for ``structmax show``."""
         raise NotImplementedError
 
+    def details(self, model: nn.Module, answer: dict[str, Any]) -> dict[str, Any]:
+        """Further entries of an answer of ``predict``, for JSON and pictures; they may take long.
+
+        By default there are none.
+        """
+        return {}
+
     def groups(self, model: nn.Module) -> dict[str, list[nn.Parameter]]:
         """The parameters by optimiser: ``parser`` chooses structures, ``composer`` is the rest.
 

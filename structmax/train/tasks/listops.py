@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from structmax.data import collate, find_data, listops
+from structmax.data.words import in_batches
 from structmax.nn.classifier import LATENT, TreeClassifier
 from structmax.train.config import TrainConfig, option
 from structmax.train.errors import UserError
@@ -164,18 +165,8 @@ class ListOps(Task):
 
     def predict(self, model: Any, lines: Sequence[str]) -> Iterator[dict[str, Any]]:
         device = next(model.parameters()).device
-        for start in range(0, len(lines), 64):
-            expressions, broken = [], None
-            for line in lines[start : start + 64]:
-                try:
-                    expressions.append(listops.parse(line))
-                except ValueError as error:
-                    broken = error  # told once the lines before it are done
-                    break
-            if expressions:
-                yield from self._answers(model, expressions, device)
-            if broken is not None:
-                raise broken
+        for expressions in in_batches(map(listops.parse, lines), lambda e: len(e.tokens)):
+            yield from self._answers(model, expressions, device)
 
     def _answers(
         self, model: Any, expressions: Sequence[Any], device: torch.device

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from structmax import losses
 from structmax.data import Vocabulary, Words, find_data, glove, treebank, words
-from structmax.data.words import split_lines
+from structmax.data.words import in_batches, words_between_spaces
 from structmax.nn.biaffine import Biaffine, LabelledBiaffine
 from structmax.nn.word_encoder import WordEncoder
 from structmax.structures.dependency_tree import DependencyTree
@@ -37,6 +37,9 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "sparsemap": losses.sparsemap,
     "margin-sparsemap": losses.margin_sparsemap,
 }
+
+
+MOST_CELLS = 1 << 26  # of all trees that SparseMAP may try for a sentence, n² to each tree
 
 
 @dataclass
@@ -289,28 +292,28 @@ class Parse(Task):
     def predict(self, model: Any, lines: Sequence[str]) -> Iterator[dict[str, Any]]:
         device = next(model.parameters()).device
         names = self.facts["labels"]
-        for rows in split_lines(lines):
+        for rows in in_batches(map(words_between_spaces, lines)):
             nothing = [treebank.Parsed(w, [0] * len(w), names[:1] * len(w)) for w in rows]
             batch = move(self.collate(nothing), device)
-            arcs, heads, numbers = self._found(model, batch)
-            trees = self._trees(model, arcs, batch.lengths)
-            for sentence, above, labels, few in zip(rows, heads.tolist(), numbers.tolist(), trees):
+            _, heads, numbers = self._found(model, batch)
+            for sentence, above, labels in zip(rows, heads.tolist(), numbers.tolist()):
                 n = len(sentence)
                 above, labels = above[:n], [names[i] for i in labels[:n]]
                 pairs = zip(sentence, above, labels)
                 text = [f"{word}←{['root', *sentence][h]}/{label}" for word, h, label in pairs]
-                answer = {"words": sentence, "heads": above, "labels": labels, **few}
+                answer = {"words": sentence, "heads": above, "labels": labels}
                 yield {**answer, "text": " ".join(text)}
 
-    def _trees(self, model: Any, arcs: Tensor, lengths: Tensor) -> list[dict[str, Any]]:
-        """The few trees of each item that SparseMAP keeps, where there are trees."""
+    def details(self, model: Any, answer: dict[str, Any]) -> dict[str, Any]:
+        """The few trees that SparseMAP selects, the most probable first, where there are trees."""
         if model.kind in ("none", "random"):
-            return [{}] * len(arcs)
-        tree = model.tree(arcs, lengths, on_host=arcs.is_cuda)
-        result = tree.sparsemap()
-        found, each = [], zip(*tree.decode(result.structures.movedim(1, 0)))  # (B, k)
-        for heads, probs in zip(each, result.probs.tolist()):
-            kept = [[round(p, 4), one] for one, p in zip(heads, probs) if p > 5e-5]
-            few = [{"heads": one, "probability": p} for p, one in sorted(kept, reverse=True)]
-            found.append({"trees": few})
-        return found
+            return {}
+        sentence = treebank.Parsed(answer["words"], answer["heads"], answer["labels"])
+        batch = move(self.collate([sentence]), next(model.parameters()).device)
+        arcs = model(batch)[1]
+        tree = model.tree(arcs, batch.lengths, on_host=arcs.is_cuda)
+        result = tree.sparsemap(max_iter=min(1000, max(10, MOST_CELLS // arcs.numel())))
+        pairs = zip(result.probs[0].tolist(), tree.decode(result.structures.movedim(1, 0)))
+        kept = [(round(p, 4), heads) for p, (heads,) in pairs if p > 5e-5]
+        few = [{"heads": heads, "probability": p} for p, heads in sorted(kept, reverse=True)]
+        return {"trees": few}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from structmax.data import find_data, parallel, summaries
 from structmax.data.parallel import Pair
-from structmax.data.words import split_lines
+from structmax.data.words import in_batches, words_between_spaces
 from structmax.losses.entmax_loss import entmax_loss
 from structmax.nn.seq2seq import Seq2Seq
 from structmax.train.batches import move
@@ -190,7 +190,7 @@ class Translation(Task):
 
     def predict(self, model: Any, lines: Sequence[str]) -> Iterator[dict[str, Any]]:
         device = next(model.parameters()).device
-        for rows in split_lines(lines):
+        for rows in in_batches(map(words_between_spaces, lines)):
             batch = move(self.collate([Pair(words, []) for words in rows]), device)
             found, weights = self._translate(model, batch)
             for source, words, weight in zip(rows, found, weights.tolist()):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from structmax import losses
 from structmax.data import Vocabulary, Words, columns, conllu, find_data, glove, words
 from structmax.data.columns import Tagged
-from structmax.data.words import split_lines
+from structmax.data.words import in_batches, words_between_spaces
 from structmax.nn.word_encoder import WordEncoder
 from structmax.smoothing import Gini, Hard, Shannon
 from structmax.structures.linear_chain import LinearChain
@@ -206,7 +206,7 @@ class Tag(Task):
     def predict(self, model: Any, lines: Sequence[str]) -> Iterator[dict[str, Any]]:
         device = next(model.parameters()).device
         names = self.facts["tags"]
-        for rows in split_lines(lines):
+        for rows in in_batches(map(words_between_spaces, lines)):
             nothing = [Tagged(words, names[:1] * len(words)) for words in rows]
             batch = move(self.collate(nothing), device)
             chain = model(batch)
