@@ -8,6 +8,7 @@ import io
 import math
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import structmax as sx
+from structmax.cache import Cache
 from structmax.forest import topology
 from structmax.structures.choice import choice  # noqa: F401 (registers the family)
 from structmax.threads import _openmp, run_chunks
@@ -131,31 +133,34 @@ def test_user_forests_in_threads(threads) -> None:
 # -- the cache of forests ------------------------------------------------------------------------
 
 
-def cached_edges() -> int:
-    return sum(forest.num_edges for forest in topology._cache.values())
+@pytest.fixture
+def small_cache(monkeypatch) -> Cache:
+    cache: Cache = Cache(most=12_000)
+    monkeypatch.setattr(topology, "_cache", cache)
+    return cache
 
 
-def test_cache_is_bounded(monkeypatch) -> None:
-    monkeypatch.setattr(topology, "MAX_CACHED_EDGES", 500)
+def test_cache_is_bounded(small_cache) -> None:
     for n in range(1, 60):
         topology.lookup(topology.name_of("choice", [n]))
-        assert cached_edges() <= 500 or len(topology._cache) == 1
+        assert small_cache.bytes <= small_cache.most
+    assert 1 < len(small_cache) < 59
     big = topology.lookup(topology.name_of("choice", [5000]))  # larger than the cache itself
-    assert big.num_edges == 5000 and len(topology._cache) == 1
+    assert big.num_edges == 5000 and len(small_cache) == 1
     assert topology.lookup("choice:7").num_edges == 7
 
 
-def test_cache_keeps_what_is_used(monkeypatch) -> None:
-    monkeypatch.setattr(topology, "MAX_CACHED_EDGES", 100)
+def test_cache_keeps_what_is_used(small_cache) -> None:
     kept = topology.lookup("choice:40")
-    for n in range(1, 20):
+    for n in range(1, 40):
         topology.lookup(topology.name_of("choice", [n]))
         assert topology.lookup("choice:40") is kept
+    assert len(small_cache) < 30
 
 
-def test_eviction_between_forward_and_backward(monkeypatch) -> None:
+def test_eviction_between_forward_and_backward(small_cache) -> None:
     expected = answers(3, sx.Gini())
-    monkeypatch.setattr(topology, "MAX_CACHED_EDGES", 10)
+    small_cache.most = 10
     s = chain(3, sx.Gini())
     unary = s.unary.clone().requires_grad_()
     live = sx.LinearChain(unary, s.transition, lengths=s.lengths, smoothing=sx.Gini())
@@ -165,9 +170,8 @@ def test_eviction_between_forward_and_backward(monkeypatch) -> None:
     assert torch.equal(g, expected[2])
 
 
-def test_cache_in_threads(monkeypatch, threads) -> None:
+def test_cache_in_threads(small_cache, threads) -> None:
     """Eight threads that evict each other's forests."""
-    monkeypatch.setattr(topology, "MAX_CACHED_EDGES", 300)
 
     def work(seed: int) -> bool:
         for n in torch.randint(1, 60, (60,), generator=torch.Generator().manual_seed(seed)):
@@ -179,7 +183,63 @@ def test_cache_in_threads(monkeypatch, threads) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(8)))
-    assert cached_edges() <= 300 or len(topology._cache) == 1
+    for forest in small_cache:  # what grew while another thread measured it
+        topology.lookup(forest.name)
+    topology.lookup("choice:61")
+    assert small_cache.bytes <= small_cache.most
+
+
+def run_in_child(work: Callable[[], bool]) -> bool:
+    """Whether ``work`` returns True in a forked process, within ten seconds."""
+    child = os.fork()
+    if child == 0:  # in the child: no pytest, no exceptions past this line
+        code = 1
+        try:
+            code = 0 if work() else 2
+        finally:
+            os._exit(code)
+    for _ in range(200):
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status) == 0
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+def test_building_a_forest_blocks_nobody_else(monkeypatch) -> None:
+    """While a thread builds a forest, others are found and built, here and in a forked process."""
+    started, finish = threading.Event(), threading.Event()
+
+    def slow(n: int) -> topology.Forest:
+        started.set()
+        assert finish.wait(60)
+        return topology._families["choice"](n)
+
+    monkeypatch.setattr(topology, "_cache", Cache(most=1 << 20))
+    monkeypatch.setitem(topology._families, "slow", slow)
+    monkeypatch.setitem(topology._families, "quick", topology._families["choice"])
+    known = topology.lookup("choice:3")
+    with ThreadPoolExecutor(3) as pool:
+        builders = [pool.submit(topology.lookup, "slow:4") for _ in range(2)]
+        assert started.wait(60)
+        found = pool.submit(lambda: (topology.lookup("choice:3"), topology.lookup("choice:5")))
+        try:
+            same_one, other = found.result(timeout=10)
+            assert same_one is known and other.num_edges == 5
+
+            def work() -> bool:
+                found = [topology.lookup(name) for name in ("choice:3", "choice:6", "quick:4")]
+                topology._families["slow"] = topology._families["choice"]
+                found.append(topology.lookup("slow:4"))  # the builder's thread is not here
+                return [forest.num_edges for forest in found] == [3, 6, 4, 4]
+
+            assert run_in_child(work), "the forked process failed or hangs"
+        finally:
+            finish.set()
+        first, second = (builder.result(timeout=60) for builder in builders)
+    assert first is second and topology.lookup("slow:4") is first  # it was built once
 
 
 # -- processes -----------------------------------------------------------------------------------

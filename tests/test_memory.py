@@ -14,6 +14,7 @@ import torch
 
 import structmax as sx
 from structmax import checks
+from structmax.cache import Cache
 from structmax.forest import topology
 
 N = 100_000
@@ -61,12 +62,12 @@ def test_nothing_grows(calls: int) -> None:
 
 
 def test_forest_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "_cache", type(topology._cache)())
-    monkeypatch.setattr(topology, "MAX_CACHED_EDGES", 2_000)
+    cache: Cache = Cache(most=200_000)
+    monkeypatch.setattr(topology, "_cache", cache)
     for n in range(2, 40):
-        sx.BinaryTree(torch.zeros(n, n), smoothing=sx.Gini()).log_partition()
-        stored = sum(f.num_stored for f in topology._cache.values())
-        assert stored <= 2_000 or len(topology._cache) == 1
+        sx.BinaryTree(torch.zeros(n, n), smoothing=sx.Gini()).marginals()
+        topology.lookup(topology.name_of("choice", [n]))  # what grew is measured again
+        assert cache.bytes <= cache.most or len(cache) == 1
     # forests that were dropped are drawn again
     assert sx.BinaryTree(torch.zeros(2, 2), smoothing=sx.Gini()).log_partition() == 0
 

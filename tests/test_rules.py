@@ -17,6 +17,7 @@ from torch import Tensor
 
 import structmax as sx
 import structmax.structures.projective  # registers its family
+from structmax.cache import Cache
 from structmax.forest import topology
 from structmax.forest.topology import Forest, ForestBuilder, RuledForest, lookup, name_of
 
@@ -118,7 +119,6 @@ def test_large_sentences_are_kept_by_rule() -> None:
         assert isinstance(forest, RuledForest) == (sizes[0] > 256)
     assert forest.num_edges == math.comb(321, 3) + 320
     assert len(forest.runs) == forest.num_nodes == 320 * 321 // 2
-    assert forest.num_stored == len(forest.runs)
     assert repr(forest) == (
         "RuledForest(nodes=51360, edges=5461600, parts=51360, levels=320, runs=51360)"
     )
@@ -316,12 +316,16 @@ def test_forests_differ(monkeypatch) -> None:
 
 def test_the_cache_counts_what_is_stored(monkeypatch) -> None:
     by_rule(monkeypatch, True)
-    monkeypatch.setattr(topology, "MAX_CACHED_EDGES", 2000)
+    cache: Cache = Cache(most=400_000)
+    monkeypatch.setattr(topology, "_cache", cache)
     first, second = drawn("binary_tree", 40, 0), drawn("binary_tree", 41, 0)
-    assert first.num_edges > 2000 and len(topology._cache) == 2
+    assert 16 * first.num_edges > 100_000 and len(cache) == 2 and cache.bytes < 200_000
     assert len(second.tail1) == second.num_edges  # written out, so it counts in full
-    assert second.num_stored > 2000
-    assert drawn("binary_tree", 41, 0) is second and len(topology._cache) == 1
+    for forest in (first, second):
+        assert cache.bytes > 16 * forest.num_edges
+    cache.most = 100_000
+    third = drawn("binary_tree", 3, 0)
+    assert drawn("binary_tree", 3, 0) is third and len(cache) == 1
 
 
 def test_lists_too_long_are_refused_with_the_way_out(monkeypatch) -> None:

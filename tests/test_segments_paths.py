@@ -426,7 +426,7 @@ def test_path_compiled() -> None:
         return sx.Path(edges, scores, 0, 3).log_partition()
 
     torch.compiler.reset()
-    _graph.cache_clear()
+    _graph.cache.clear()
     compiled = torch.compile(value, backend="aot_eager")
     for given in (edges, others, edges):
         torch.testing.assert_close(compiled(given, scores), value(given, scores))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from structmax.cache import cached
 from structmax.data import tree_forms
 from structmax.data.tree_forms import REDUCE, SHIFT, array
 
@@ -212,6 +213,6 @@ class Trees:
         return (item << 40) + (i << 20) + j
 
 
-@lru_cache(maxsize=4096)
+@cached(most=1 << 24)
 def _balanced(n: int) -> tuple[int, ...]:
     return (SHIFT,) if n <= 1 else (*_balanced((n + 1) // 2), *_balanced(n // 2), REDUCE)

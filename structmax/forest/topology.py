@@ -22,9 +22,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -35,6 +33,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from structmax import checks
+from structmax.cache import Cache
 
 Ints = NDArray[np.int32]
 NO_RUNS: Ints = np.empty((0, 10), np.int32)
@@ -103,11 +102,6 @@ class Forest:
     @property
     def num_edges(self) -> int:
         return len(self.head)
-
-    @property
-    def num_stored(self) -> int:
-        """How many edges or runs are held in memory."""
-        return self.num_edges
 
     def incoming(self) -> tuple[Ints, ...]:
         """``ptr, tail1, tail2, edge_part, node_part, runs`` as kernels read them (``forest.runs``).
@@ -240,10 +234,6 @@ class RuledForest(Forest):
     @property
     def num_edges(self) -> int:
         return int(self._degree.sum())
-
-    @property
-    def num_stored(self) -> int:
-        return len(self.runs) + ("head" in self.__dict__) * self.num_edges
 
     @cached_property
     def max_degree(self) -> int:
@@ -582,9 +572,7 @@ def _integers(what: str, *given: ArrayLike) -> list[Ints]:
 _numbers = itertools.count()
 _user_forests: weakref.WeakValueDictionary[str, Forest] = weakref.WeakValueDictionary()
 _families: dict[str, Callable[..., Forest]] = {}
-_cache: OrderedDict[str, Forest] = OrderedDict()
-_cache_lock = threading.RLock()
-MAX_CACHED_EDGES = 50_000_000
+_cache: Cache[str, Forest] = Cache(most=1 << 29)
 
 
 def family(draw: Callable[..., Forest]) -> Callable[..., Forest]:
@@ -611,7 +599,7 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @untraced
 def lookup(key: str) -> Forest:
-    """The forest of that name, drawn if need be. The cache is bounded by the edges it stores."""
+    """The forest of that name, built if it is not cached."""
     kind, _, rest = key.partition(":")
     if kind == "user":
         try:
@@ -620,14 +608,13 @@ def lookup(key: str) -> Forest:
             raise RuntimeError(
                 f"the forest {key!r} no longer exists; keep a reference to it while it is in use."
             ) from None
-    with _cache_lock:
-        if key not in _cache:
-            _cache[key] = _families[kind](*[int(size) for size in rest.split(",") if size])
-            _cache[key].name = key
-        _cache.move_to_end(key)
-        while len(_cache) > 1 and sum(f.num_stored for f in _cache.values()) > MAX_CACHED_EDGES:
-            _cache.popitem(last=False)
-        return _cache[key]
+
+    def build() -> Forest:
+        forest = _families[kind](*[int(size) for size in rest.split(",") if size])
+        forest.name = key
+        return forest
+
+    return _cache.get(key, build)
 
 
 def bucket(n: int) -> int:

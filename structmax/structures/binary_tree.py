@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,9 @@ def span_number(i: Any, j: Any) -> Any:
     Every span comes after those inside it, and those of a shorter sentence come first.
     """
     return j * (j + 1) // 2 + j - i
+
+
+Known = dict[tuple[int, int], list[list[tuple[int, int]]]]
 
 
 @family
@@ -166,7 +168,7 @@ class BinaryTree(PackedSquare):
             raise ValueError(
                 f"BinaryTree.enumerate_support: trees over {length} leaves are too many."
             )
-        trees = _trees(0, length - 1)
+        trees = _trees(0, length - 1, {})
         every = torch.zeros(len(trees), n, n)
         for z, spans in zip(every, trees, strict=True):
             z[tuple(torch.tensor(spans).T)] = 1.0
@@ -231,14 +233,13 @@ def crossing(spans: Tensor) -> Tensor:
     return after(after(spans, -1).triu(), -2) | before(before(spans, -2).triu(), -1)
 
 
-@lru_cache(maxsize=1024)
-def _trees(i: int, j: int) -> list[list[tuple[int, int]]]:
+def _trees(i: int, j: int, known: Known) -> list[list[tuple[int, int]]]:
     """The spans of every tree over the leaves i..j."""
-    if i == j:
-        return [[(i, i)]]
-    return [
-        [(i, j), *left, *right]
-        for k in range(i, j)
-        for left in _trees(i, k)
-        for right in _trees(k + 1, j)
-    ]
+    if (i, j) not in known:
+        known[i, j] = [
+            [(i, j), *left, *right]
+            for k in range(i, j)
+            for left in _trees(i, k, known)
+            for right in _trees(k + 1, j, known)
+        ] or [[(i, i)]]
+    return known[i, j]

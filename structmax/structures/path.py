@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from structmax import checks
+from structmax.cache import cached
 from structmax.forest import ops
 from structmax.forest.topology import ForestBuilder
 from structmax.primitive import on_host, untransformed
@@ -87,7 +87,7 @@ class Graph:
         return graph_cpu.descendants(self.order[::-1].copy(), *self.into, node)
 
 
-@functools.lru_cache(maxsize=32)
+@cached(most=1 << 28)
 def _graph(edges: bytes, source: int) -> Graph:
     return Graph(np.frombuffer(edges, np.int64).reshape(-1, 2).copy(), source)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -98,7 +97,7 @@ class ShiftReduce(Incremental):
             raise ValueError(
                 f"ShiftReduce.enumerate_support: trees over {length} leaves are too many."
             )
-        return torch.tensor(_sequences(length, 0))
+        return torch.tensor(_sequences(length, 0, {}))
 
     # -- trees ------------------------------------------------------------------------------------
 
@@ -184,11 +183,15 @@ def _actions(tree: Any) -> list[int]:
     return actions
 
 
-@lru_cache(maxsize=256)
-def _sequences(buffer: int, stack: int) -> list[list[int]]:
+def _sequences(
+    buffer: int, stack: int, known: dict[tuple[int, int], list[list[int]]]
+) -> list[list[int]]:
     """Every way to one tree from so many leaves in the buffer and trees on the stack."""
     if buffer == 0 and stack == 1:
         return [[]]
-    shift = [[SHIFT, *rest] for rest in _sequences(buffer - 1, stack + 1)] if buffer else []
-    reduce = [[REDUCE, *rest] for rest in _sequences(buffer, stack - 1)] if stack > 1 else []
-    return shift + reduce
+    if (buffer, stack) not in known:
+        after_shift = _sequences(buffer - 1, stack + 1, known) if buffer else []
+        after_reduce = _sequences(buffer, stack - 1, known) if stack > 1 else []
+        shift = [[SHIFT, *rest] for rest in after_shift]
+        known[buffer, stack] = shift + [[REDUCE, *rest] for rest in after_reduce]
+    return known[buffer, stack]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from structmax import checks
+from structmax.cache import cached
 from structmax.forest.topology import bucket
 from structmax.primitive import is_transforming
 from structmax.smoothing import Smoothing
@@ -283,7 +283,7 @@ def _cells_in_order(
     return order(side[:, None], side).flatten().argsort()[s * s - count :]
 
 
-@lru_cache(maxsize=256)
+@cached(most=1 << 26)
 def _kept_cells(*args: Any) -> Tensor:
     # what is kept must not belong to a transform, nor be refused by a later backward pass
     with torch._C._DisableFuncTorch(), torch.inference_mode(False):
