@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import lzma
 import sys
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from structmax.data import Trees, columns, conllu, glove, parallel, snli, sst, ucr
-from structmax.data.folder import data_folder, find_data, find_within, read_lines
+from structmax.data.folder import data_folder, find_data, find_splits, find_within, read_lines
 
 
 @pytest.fixture
@@ -51,6 +52,26 @@ def test_the_data_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         find_data("b.txt")
     monkeypatch.delenv("STRUCTMAX_DATA")
     assert data_folder().parts[-2:] == ("shared", "data")
+
+
+def test_a_split_is_all_the_files_named_after_it(tmp_path: Path) -> None:
+    names = {
+        "train": ["cs_pdt-ud-train-a.conllu.xz", "cs_pdt-ud-train-b.conllu", "latest-train.conllu"],
+        "dev": ["eng.testa.conllu", "test-dev.conllu", "x.VALID.conllu"],
+        "test": ["eng.testb.conllu", "train-test.conllu"],
+    }
+    for name in [
+        "cs_pdt-ud-train-b.conllu.xz",
+        "train.txt",
+        "README.conllu",
+        *itertools.chain(*names.values()),
+    ]:
+        (tmp_path / name).touch()
+    (tmp_path / "test.conllu").mkdir()
+    splits = find_splits(tmp_path, end=".conllu")
+    assert [[path.name for path in files] for files in splits] == [*names.values()]
+    with pytest.raises(FileNotFoundError, match=r"no \.txt file named dev in"):
+        find_splits(tmp_path, end=".txt")
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.xz"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from structmax.cli import main
 from structmax.data import treebank
 from structmax.data.words import Vocabulary, facts
 from structmax.structures.dependency_tree import DependencyTree
-from structmax.train import Trainer, UserError
+from structmax.train import Trainer, UserError, tasks
 from structmax.train.metrics import read_log
 from structmax.train.tasks.parse import LOSSES, Parse, ParseConfig
 
@@ -153,6 +154,23 @@ def test_a_treebank_reads_as_it_was_written(tmp_path: Path) -> None:
         treebank.read(tmp_path)
     with pytest.raises(UserError, match="loss has no effect"):
         ParseConfig(trees="none", loss="hinge").check()
+
+
+@pytest.mark.parametrize("name", ["parse", "semdep", "tag"])
+def test_a_treebank_in_several_files_is_read_whole(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "corpus"
+    write_corpus(folder, treebank.generate((8, 2, 2)))
+    lines = (folder / "a-train.conllu").read_text().replace("\t_\t_\n", "\t0:x\t_\n")
+    parts = [part + "\n\n" for part in lines.strip().split("\n\n")]
+    (folder / "a-train.conllu").unlink()
+    (folder / "a-train-b.conllu").write_text("".join(parts[3:]))
+    (folder / "a-train-a.conllu.xz").write_bytes(lzma.compress("".join(parts[:3]).encode()))
+    for split in ("dev", "test"):
+        (folder / f"a-{split}.conllu").write_text(parts[0])
+    task = tasks.by_name(name)
+    found = task.data(task.config(corpus=str(folder)))
+    words = [[line.split("\t")[1] for line in part.strip().split("\n")] for part in parts]
+    assert [one.words for one in found.train] == words and len(found.valid) == 1
 
 
 def test_projective_trees_leave_crossing_ones_out(tmp_path: Path) -> None:

@@ -228,7 +228,19 @@ def test_summaries_are_read(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text(row + "\n")
     told = Translation().data(Seq2SeqConfig(corpus=str(tmp_path), kind="summary", most_words=2))
     assert told.train == told.valid == told.test == [(["a", "long"], ["a", "text"])]
-    with pytest.raises(FileNotFoundError, match="there is no train"):
+    with pytest.raises(FileNotFoundError, match=r"there is no \.\w+ file named train"):
+        Translation().data(Seq2SeqConfig(corpus=str(tmp_path)))
+
+
+def test_parallel_text_in_several_files(tmp_path: Path) -> None:
+    for split in ("train-1", "train-2", "val", "test"):
+        for end in ("de", "en"):
+            (tmp_path / f"{split}.{end}").write_text(f"{split} {end}\n")
+    found = Translation().data(Seq2SeqConfig(corpus=str(tmp_path)))
+    pairs = [(["train-1", "de"], ["train-1", "en"]), (["train-2", "de"], ["train-2", "en"])]
+    assert found.train == pairs
+    (tmp_path / "train-1.en").unlink()
+    with pytest.raises(ValueError, match=r"every file \.de needs a file \.en, got \['train-1"):
         Translation().data(Seq2SeqConfig(corpus=str(tmp_path)))
 
 

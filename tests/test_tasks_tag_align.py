@@ -131,7 +131,7 @@ def test_a_corpus_reads_as_it_was_written(tmp_path: Path, tags: str) -> None:
         TagConfig(**options)
     )
     other = "ner" if tags == "upos" else "upos"
-    with pytest.raises((ValueError, OSError), match=r"there are no|:\d+: "):
+    with pytest.raises((ValueError, OSError), match=r"there is no|:\d+: "):
         Tag().data(TagConfig(tags=other, corpus=str(tmp_path / "corpus")))
 
 
@@ -139,7 +139,7 @@ def test_testa_is_no_test_split(tmp_path: Path) -> None:
     folder = tmp_path / "corpus"
     write_corpus(folder, "ner")
     (folder / "x.testb").unlink()
-    with pytest.raises(FileNotFoundError, match="no columns named testb or test in"):
+    with pytest.raises(FileNotFoundError, match="there is no file named test in"):
         Tag().data(TagConfig(tags="ner", corpus=str(folder)))
     (folder / "x.testa").rename(folder / "testament.valid")
     (folder / "x.train").rename(folder / "testament.train")

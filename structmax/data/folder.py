@@ -16,6 +16,7 @@ LONGEST_LINE = 1 << 24  # characters
 MOST_TIMES = 500  # what a compressed file may grow by; text grows by less than ten
 SMALL = 1 << 26  # bytes that a file may always grow to
 LONGEST_QUOTE = 40  # characters
+_SPLIT = re.compile(r"(?<![a-z])(train|dev|val|testa(?![a-z])|test)")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -50,6 +51,30 @@ def find_data(name: str | Path, given: str | Path | None = None) -> Path:
     raise FileNotFoundError(
         f"there is no {name} in {folder}. Say where with --data FOLDER or STRUCTMAX_DATA."
     )
+
+
+def find_splits(
+    corpus: str | Path, given: str | Path | None = None, end: str = ""
+) -> list[list[Path]]:
+    """The files of the splits train, dev and test of a folder among the data sets.
+
+    A split is all files that are named after it and end in ``end``, in the order of their names:
+    ``x-train-a.conllu``, ``x-train-b.conllu.xz``. Of several such words in a name the last one
+    counts; ``val`` and ``testa`` are other words for ``dev``, and ``testb`` for ``test``.
+    """
+    folder = find_data(corpus, given)
+    found: dict[str, dict[str, Path]] = {"train": {}, "dev": {}, "test": {}}
+    for path in sorted(folder.iterdir()):
+        name = path.name.removesuffix(".xz")
+        words = _SPLIT.findall(name.lower())
+        if words and name.endswith(end) and path.is_file():
+            split = found[{"val": "dev", "testa": "dev"}.get(words[-1], words[-1])]
+            split.setdefault(name, path)  # one that is there compressed too is read once
+    for split, files in found.items():
+        if not files:
+            kind = f"{end} file" if end else "file"
+            raise FileNotFoundError(f"there is no {kind} named {split} in {folder}.")
+    return [list(files.values()) for files in found.values()]
 
 
 def find_within(corpus: str, name: str, given: str | Path | None, fix: str) -> Path:

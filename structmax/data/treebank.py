@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from structmax.data import conllu
+from structmax.data.folder import find_splits
 
 
 class Parsed(NamedTuple):
@@ -19,24 +20,19 @@ class Parsed(NamedTuple):
     labels: list[str]
 
 
-def read(folder: Path) -> list[list[Parsed]]:
-    """The CoNLL-U files of a folder that are named train, dev and test.
+def read(corpus: str | Path, given: str | Path | None = None) -> list[list[Parsed]]:
+    """The sentences of a folder of CoNLL-U files, see :func:`structmax.data.folder.find_splits`.
 
     Heads that form no tree with one root raise ``ValueError`` with the file and the sentence.
     """
-    files = [path for path in sorted(folder.iterdir()) if ".conllu" in path.name]
-    splits = []
-    for name in ("train", "dev", "test"):
-        path = next((path for path in files if name in path.name), None)
-        if path is None:
-            raise FileNotFoundError(f"there is no .conllu file named {name} in {folder}.")
-        splits.append(
-            [
-                _checked(found, f"{path}: sentence {i}")
-                for i, found in enumerate(conllu.read(path), 1)
-            ]
-        )
-    return splits
+    return [
+        [
+            _checked(found, f"{path}: sentence {i}")
+            for path in files
+            for i, found in enumerate(conllu.read(path), 1)
+        ]
+        for files in find_splits(corpus, given, ".conllu")
+    ]
 
 
 def _checked(found: conllu.Sentence, place: str) -> Parsed:

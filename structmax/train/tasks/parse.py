@@ -175,7 +175,7 @@ class Parse(Task):
 
     def data(self, config: ParseConfig) -> Splits:
         if config.corpus:
-            train, valid, test = treebank.read(find_data(config.corpus, config.data))
+            train, valid, test = treebank.read(config.corpus, config.data)
         else:
             train, valid, test = treebank.generate((config.examples, 100, 100), config.seed)
         if config.trees == "projective":  # others have no score

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from structmax import losses
-from structmax.data import conllu, find_data, treebank
+from structmax.data import conllu, treebank
+from structmax.data.folder import find_splits
 from structmax.data.words import words_between_spaces
 from structmax.nn.semantic_graph import SemanticGraph
 from structmax.train.batches import move
@@ -202,26 +203,16 @@ class SemDep(Task):
 
 def read(config: SemDepConfig) -> Splits:
     """The splits of a treebank with enhanced graphs."""
-    folder = find_data(config.corpus, config.data)
-    files = [path for path in sorted(folder.iterdir()) if ".conllu" in path.name]
 
-    def split(name: str) -> list[Example]:
-        for path in files:
-            if name in path.name:
-                return sentences(path)
-        raise FileNotFoundError(f"there is no .conllu file named {name} in {folder}.")
+    def example(path: Path, found: conllu.Sentence) -> Example:
+        tree = [head for head in found.heads if head is not None]
+        arcs = [(head, word) for head, word, _ in found.enhanced if head != word]
+        if len(tree) < len(found.words) or not treebank.is_tree(tree) or not arcs:
+            raise ValueError(f"{path}: no tree or no graph of the sentence {found.words}.")
+        return Example(found.words, tree, arcs)
 
-    def sentences(path: Path) -> list[Example]:
-        found = []
-        for s in conllu.read(path):
-            tree = [head for head in s.heads if head is not None]
-            arcs = [(head, word) for head, word, _ in s.enhanced if head != word]
-            if len(tree) < len(s.words) or not treebank.is_tree(tree) or not arcs:
-                raise ValueError(f"{path}: no tree or no graph of the sentence {s.words}.")
-            found.append(Example(s.words, tree, arcs))
-        return found
-
-    return Splits(split("train"), split("dev"), split("test"))
+    splits = find_splits(config.corpus, config.data, ".conllu")
+    return Splits(*([example(p, s) for p in files for s in conllu.read(p)] for files in splits))
 
 
 def generate(config: SemDepConfig) -> Splits:

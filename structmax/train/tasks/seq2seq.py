@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from structmax.data import find_data, parallel, summaries
+from structmax.data import parallel, summaries
+from structmax.data.folder import find_splits
 from structmax.data.parallel import Pair
 from structmax.data.words import in_batches, words_between_spaces
 from structmax.losses.entmax_loss import entmax_loss
@@ -207,22 +208,31 @@ class Translation(Task):
 
 def read(config: Seq2SeqConfig) -> Splits:
     """The splits of a corpus: the files of its folder that are named so."""
-    folder = find_data(config.corpus, config.data)
-    files = sorted(folder.iterdir())
 
-    def find(split: Sequence[str], end: str) -> Path:
-        for path in files:
-            name = path.name.removesuffix(".xz")
-            if name.startswith(tuple(split)) and name.endswith(end):
-                return path
-        raise FileNotFoundError(f"there is no {' or '.join(split)}…{end} in {folder}.")
+    def find(end: str) -> list[list[Path]]:
+        return find_splits(config.corpus, config.data, end)
 
-    def pairs(*split: str) -> list[Pair]:
-        if config.kind == "summary":
-            return summaries.read(find(split, ".jsonl"), config.most_words)
-        return parallel.read(find(split, f".{config.source}"), find(split, f".{config.target}"))
+    if config.kind == "summary":
+        splits = find(".jsonl")
+        most = config.most_words
+        return Splits(
+            *([one for p in files for one in summaries.read(p, most)] for files in splits)
+        )
+    ends = f".{config.source}", f".{config.target}"
 
-    return Splits(pairs("train"), pairs("val", "dev"), pairs("test"))
+    def pairs(sources: list[Path], targets: list[Path]) -> list[Pair]:
+        names, others = (
+            [path.name.removesuffix(".xz").removesuffix(end) for path in files]
+            for files, end in zip((sources, targets), ends)
+        )
+        if names != others:
+            raise ValueError(
+                f"{config.corpus}: every file {ends[0]} needs a file {ends[1]}, got {names} with "
+                f"{ends[0]} and {others} with {ends[1]}."
+            )
+        return [one for both in zip(sources, targets) for one in parallel.read(*both)]
+
+    return Splits(*map(pairs, *map(find, ends)))
 
 
 def generate(config: Seq2SeqConfig) -> Splits:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from structmax import losses
 from structmax.data import Vocabulary, Words, columns, conllu, find_data, glove, words
 from structmax.data.columns import Tagged
+from structmax.data.folder import find_splits
 from structmax.data.words import in_batches, words_between_spaces
 from structmax.nn.word_encoder import WordEncoder
 from structmax.smoothing import Gini, Hard, Shannon
@@ -228,18 +229,7 @@ class Tag(Task):
 
 def read(config: TagConfig) -> Splits:
     """The splits of a corpus: the files of its folder that are named so."""
-    folder = find_data(config.corpus, config.data)
     spans = config.tags == "ner"
-    files = [p for p in sorted(folder.iterdir()) if spans or ".conllu" in p.name]
-
-    def split(*names: str) -> list[Tagged]:
-        for name in names:
-            for path in files:
-                # "testa" is for validation, no "test"
-                if name in (path.name if name == "testa" else path.name.replace("testa", "")):
-                    return sentences(path)
-        kind = "columns" if spans else ".conllu files"
-        raise FileNotFoundError(f"there are no {kind} named {' or '.join(names)} in {folder}.")
 
     def sentences(path: Path) -> list[Tagged]:
         if not spans:
@@ -247,7 +237,8 @@ def read(config: TagConfig) -> Splits:
         found = columns.read(path, config.encoding)
         return [Tagged(words, columns.convert(tags, "iobes")) for words, tags in found]
 
-    return Splits(split("train"), split("dev", "valid", "testa"), split("testb", "test"))
+    splits = find_splits(config.corpus, config.data, "" if spans else ".conllu")
+    return Splits(*([one for path in files for one in sentences(path)] for files in splits))
 
 
 def generate(config: TagConfig) -> Splits:
