@@ -11,6 +11,7 @@ import inspect
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from structmax import __version__
+from structmax.data.folder import DataWarning
 from structmax.train import run as runs
 from structmax.train import tasks
 from structmax.train.config import TrainConfig, from_dict, read_toml, types_of
@@ -385,7 +387,10 @@ def doctor() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
-    code = _run(list(sys.argv[1:] if arguments is None else arguments))
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", DataWarning)
+        warnings.showwarning = _warn
+        code = _run(list(sys.argv[1:] if arguments is None else arguments))
     try:
         if sys.stdout is not None:  # it may have been closed
             sys.stdout.flush()
@@ -417,6 +422,15 @@ def _run(args: list[str]) -> int:
         if not is_out_of_memory(error):
             raise
         return _refuse(TOO_LARGE)
+
+
+def _warn(message: Any, category: Any, filename: str, lineno: int, *others: Any) -> None:
+    if issubclass(category, DataWarning):
+        if os.environ.get("RANK", "0") == "0":  # of several workers
+            typer.echo(f"structmax: {message}", err=True)
+    else:
+        text = warnings.formatwarning(message, category, filename, lineno)
+        typer.echo(text, err=True, nl=False)
 
 
 def _refuse(message: str) -> int:

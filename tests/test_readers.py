@@ -14,7 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from structmax.data import Trees, columns, conllu, glove, parallel, snli, sst, ucr
-from structmax.data.folder import data_folder, find_data, find_splits, find_within, read_lines
+from structmax.data.folder import (
+    DataWarning,
+    data_folder,
+    find_data,
+    find_splits,
+    find_within,
+    read_lines,
+)
 
 
 @pytest.fixture
@@ -462,6 +469,14 @@ def test_conllu_is_split_at_tabs_alone(file) -> None:
     fields[3] = ""
     with pytest.raises(ValueError, match=r"b\.conllu:1: column 4 is empty"):
         conllu.read(file("b.conllu", "\t".join(fields)))
+
+
+def test_the_first_of_several_tags_counts(file) -> None:
+    """As of WNUT-17, whose test file has 297 such words."""
+    path = file("a.conll", "New\tB-person,B-location", "York\tI-person,O", "x\tB-a,b", "is\tO")
+    with pytest.warns(DataWarning, match=r"a\.conll: words with several tags: 2\. The first"):
+        (found,) = columns.read(path)
+    assert found.tags == ["B-person", "I-person", "B-a,b", "O"]
 
 
 def test_underlines_are_no_digits(file) -> None:

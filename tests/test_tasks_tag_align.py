@@ -135,6 +135,17 @@ def test_a_corpus_reads_as_it_was_written(tmp_path: Path, tags: str) -> None:
         Tag().data(TagConfig(tags=other, corpus=str(tmp_path / "corpus")))
 
 
+def test_several_tags_of_a_word_are_told_in_one_line(tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "corpus"
+    write_corpus(folder, "ner")
+    (folder / "x.testb").write_text("a X B-PER,B-LOC\nb X O\n")
+    options = {**SMALL, "steps": 1, "eval_every": 1, "corpus": folder, "tags": "ner"}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    assert main(["train", "tag", *flags, "--device=cpu", f"--out={tmp_path / 'run'}"]) == 0
+    (said,) = (s for s in capsys.readouterr().err.splitlines() if s.startswith("structmax: "))
+    assert said.endswith("x.testb: words with several tags: 1. The first tag of each counts.")
+
+
 def test_testa_is_no_test_split(tmp_path: Path) -> None:
     folder = tmp_path / "corpus"
     write_corpus(folder, "ner")

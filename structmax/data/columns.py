@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from structmax.data.folder import fault, quoted, read_lines
+from structmax.data.folder import DataWarning, fault, quoted, read_lines
 
 Span = tuple[int, int, str]
+_TAG = re.compile("O|[BIES]-.+")
 
 
 class Tagged(NamedTuple):
@@ -40,10 +42,11 @@ def read(path: str | Path, encoding: str = "utf-8") -> list[Tagged]:
 
     Columns are separated by spaces or tabs, sentences by empty lines; ``-DOCSTART-`` lines are
     skipped. A malformed line raises ``ValueError`` with the file, the line's number and what is
-    wrong with it. CoNLL-2002 needs ``encoding="latin-1"``.
+    wrong with it. CoNLL-2002 needs ``encoding="latin-1"``. If a word has several tags between
+    commas, as in WNUT-17, the first one counts, and a warning says how many words have.
     """
     sentences = [Tagged([], [])]
-    width = 0
+    width = several = 0
     for number, line in read_lines(path, encoding):
         columns = re.findall(r"[^ \t]+", line)  # other white space is part of a word
         if not columns or columns[0] == "-DOCSTART-":
@@ -53,14 +56,22 @@ def read(path: str | Path, encoding: str = "utf-8") -> list[Tagged]:
         width = width or len(columns)
         if len(columns) < 2 or len(columns) != width:
             raise fault(path, number, f"expected {max(width, 2)} columns, got {len(columns)}")
+        tag, *others = columns[-1].split(",")
+        if others and all(_TAG.fullmatch(other) for other in others):  # else a comma in a label
+            several += 1
+        else:
+            tag = columns[-1]
         try:
-            spans(columns[-1:])
+            spans([tag])
         except ValueError:
             raise fault(
                 path, number, f"expected O, or B-, I-, E- or S-…, got {quoted(columns[-1])}"
             ) from None
         sentences[-1].words.append(columns[0])
-        sentences[-1].tags.append(columns[-1])
+        sentences[-1].tags.append(tag)
+    if several:
+        told = f"{path}: words with several tags: {several}. The first tag of each counts."
+        warnings.warn(told, DataWarning, stacklevel=2)
     return sentences if sentences[-1].words else sentences[:-1]
 
 

@@ -20,6 +20,10 @@ _SPLIT = re.compile(r"(?<![a-z])(train|dev|val|testa(?![a-z])|test)")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
+class DataWarning(UserWarning):
+    """Something in the data that a user should know; the command line prints it as one line."""
+
+
 def data_folder(given: str | Path | None = None) -> Path:
     """The folder of data sets: the one given, ``STRUCTMAX_DATA``, or ``../shared/data`` beside the
     checkout. It need not exist.
