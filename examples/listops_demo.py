@@ -2,8 +2,9 @@
 
 An expression such as [MAX 2 [SM 9 4 ] ] has a value, which is all that a model is told. One model
 finds trees by itself and computes along them; an LSTM of the same width has none. Both are trained
-at the same time, with one core and the same minutes each. Then: accuracy, how much the trees are
-like the true ones, and three of them drawn.
+at the same time, on one core each, for a fixed number of updates, so that every machine finds the
+same result: about five minutes on a quiet machine with two cores, longer on a busy one. Then:
+accuracy, how much the trees are like the true ones, and three of them drawn.
 
 Run it with ``make demo``, or ``python examples/listops_demo.py``. A run that was interrupted goes
 on where it stopped; ``make demo FRESH=1`` (``--fresh``) starts again.
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,14 @@ from structmax.train.checkpoint import write_atomic
 
 OPTIONS = """
 --examples 20000 --max-depth 6 --max-args 2 --min-length 9 --max-length 25
---hidden-size 64 --batch-size 64 --lr 3e-3 --warmup 100 --schedule late --steps 0 --device cpu
+--hidden-size 64 --batch-size 64 --lr 3e-3 --warmup 100 --schedule late --device cpu
 --log-every 20 --eval-every 200 --save-every 100 --seed 0
 """
 MODELS = {
     "latent trees": "--encoder easy-first --estimator top-k-expectation:k=5",
     "LSTM": "--encoder lstm",
 }
+UPDATES = {"latent trees": 3000, "LSTM": 50000}  # both take about five minutes of a core
 TRIVIAL = ("left", "right", "balanced", "random")
 
 
@@ -41,12 +44,12 @@ def folder_of(out: Path, name: str) -> Path:
     return out / name.replace(" ", "-").lower()
 
 
-def train(out: Path, minutes: float, fresh: bool) -> int:
+def train(out: Path, fresh: bool) -> int:
     """Train both models, each in a process of its own; the exit code."""
     start = "--fresh" if fresh else "--resume"
     workers = {}
     for name, own in MODELS.items():
-        flags = [*OPTIONS.split(), *own.split(), "--minutes", str(minutes), start]
+        flags = [*OPTIONS.split(), *own.split(), "--steps", str(UPDATES[name]), start]
         command = [sys.executable, "-m", "structmax", "train", "listops", *flags]
         workers[name] = subprocess.Popen(
             [*command, "--out", str(folder_of(out, name))],
@@ -64,19 +67,53 @@ def train(out: Path, minutes: float, fresh: bool) -> int:
     # they save and end, and then so do we; Ctrl-C reaches them by itself
     signal.signal(signal.SIGTERM, forward)
     signal.signal(signal.SIGINT, lambda number, frame: None)
-    readers = [threading.Thread(target=echo, args=pair) for pair in workers.items()]
+    lines: dict[str, list[str]] = {name: [] for name in workers}
+    readers = [
+        threading.Thread(target=lambda n=name, w=worker: lines[n].extend(w.stderr))
+        for name, worker in workers.items()
+    ]
     for reader in readers:
         reader.start()
-    for reader in readers:
-        reader.join()
-    codes = [worker.wait() for worker in workers.values()]  # negative where a signal killed one
-    return next(filter(None, codes), 0)
+    watch(out, readers)
+    codes = {name: worker.wait() for name, worker in workers.items()}  # negative: by a signal
+    for name, code in codes.items():
+        if code:
+            print(f"{name} ended with code {code}:", *lines[name][-5:], file=sys.stderr)
+    return next(filter(None, codes.values()), 0)
 
 
-def echo(name: str, worker: Any) -> None:
-    """Print what a worker says under its name."""
-    for line in worker.stderr:
-        print(f"{name:14}{line.removeprefix('listops: ').rstrip()}", flush=True)
+def updates_of(folder: Path) -> int:
+    """How many updates a run has made, by the last line of its metrics."""
+    try:
+        return int(json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"])
+    except (OSError, IndexError, ValueError, KeyError):  # not begun, or in the middle of a line
+        return 0
+
+
+def watch(out: Path, readers: list[threading.Thread]) -> None:
+    """One bar for both models until they end: the share of updates made by the slower one."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    began, shown, first = time.monotonic(), 0.0, None
+    with Progress(console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("Training", total=1.0)
+        while any(reader.is_alive() for reader in readers):
+            made = {name: updates_of(folder_of(out, name)) for name in MODELS}
+            done = min(made[name] / UPDATES[name] for name in MODELS)
+            first = done if first is None else first
+            bar.update(task, completed=done)
+            now = time.monotonic()
+            if not console.is_terminal and now - shown >= 15:
+                shown = now
+                left = (now - began) * (1 - done) / (done - first) if done > first else None
+                rest = "" if left is None else f", about {left / 60:.0f} minutes left"
+                each = ", ".join(f"{name} {made[name]:,} of {UPDATES[name]:,}" for name in MODELS)
+                print(f"updates: {each}{rest}", file=sys.stderr, flush=True)
+            readers[0].join(0.5)
+            if not readers[0].is_alive():
+                readers[-1].join(0.5)
 
 
 def table(results: dict[str, dict[str, Any]]) -> list[tuple[str, str, str, str]]:
@@ -125,11 +162,11 @@ def report(out: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="the report folder")
-    parser.add_argument("--minutes", type=float, default=5.5, help="of training")
     parser.add_argument("--fresh", action="store_true", help="start again")
     given = parser.parse_args()
-    print(f"Training {' and '.join(MODELS)} for {given.minutes:g} minutes, a core each", flush=True)
-    code = train(given.out, given.minutes, given.fresh)
+    each = " and ".join(f"{name} for {UPDATES[name]:,} updates" for name in MODELS)
+    print(f"Training {each}, a core each: about five minutes on a quiet machine", flush=True)
+    code = train(given.out, given.fresh)
     if code == 0:
         report(given.out)
     elif code in (130, 143):

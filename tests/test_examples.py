@@ -48,7 +48,7 @@ def test_the_demo_tells_what_became_of_its_workers(
 
     monkeypatch.setattr(demo.subprocess, "Popen", Worker)
     monkeypatch.setattr(demo.signal, "signal", lambda *_: None)
-    assert demo.train(tmp_path, 1.0, fresh=True) == wanted
+    assert demo.train(tmp_path, fresh=True) == wanted
 
 
 @pytest.mark.slow

@@ -1,28 +1,29 @@
-"""The two pictures of the README, kept in ``docs/images``: ``python docs/pictures/readme.py``."""
+"""The two pictures of the README, kept in ``docs/images``: ``python docs/pictures/readme.py``.
+
+The first one is drawn by the code that stands above it in the README.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
-from gallery import TELESCOPE, polytope, telescope
+from gallery import polytope
 
-from structmax.draw import Drawing, arcs_svg, beside
+from structmax.draw import Drawing
 
-IMAGES = Path(__file__).parents[1] / "images"
+ROOT = Path(__file__).parents[2]
+IMAGES = ROOT / "docs" / "images"
 
 
 def tree() -> Drawing:
-    """An ambiguous sentence: all arcs, and the trees that SparseMAP keeps, the likeliest first."""
-    structure = telescope()
-    pictures = [("marginals", structure.draw(TELESCOPE))]
-    kept = structure.sparsemap()
-    for p, z in sorted(zip(kept.probs.tolist(), kept.structures), key=lambda pair: -pair[0]):
-        if p > 0:
-            heads = structure.decode(z)
-            arcs = [(head, word, 1.0) for word, head in enumerate(heads, 1)]
-            pictures.append((f"SparseMAP, p = {p:.2f}", arcs_svg(TELESCOPE, arcs)))
-    return beside(pictures, widest=1200)
+    """What the README's code saves as ``tree.svg``."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (code,) = [block for block in blocks if "tree.svg" in block]
+    names: dict[str, Drawing] = {}
+    exec(code.replace("tree.draw(", "drawing = tree.draw(").replace('.save("tree.svg")', ""), names)
+    return names["drawing"]
 
 
 def draw(folder: Path) -> None:

@@ -25,7 +25,10 @@ class IMLE(ModuleEstimator):
     parts get the same difference. Needs argmax, twice a sample, or log_partition and marginals.
 
     Args:
-        lam: λ, or ``"adaptive"``: see ``adaptive.Lam``
+        lam: λ; ``"adaptive"`` tunes λ so that the two argmaxes differ in about one entry on
+            average: λ = α ‖θ‖/‖∂L/∂z‖, where α follows the number of entries that differ
+            (Minervini, Franceschi & Niepert 2023, "Adaptive perturbation-based gradient
+            estimation")
         samples: S; z is ``(S, *batch, *parts)`` if there are several
         noise: ``"gumbel"``, ``"sum-of-gamma"``, ``"normal"`` or None
         scale: False drops 1/λ

@@ -530,7 +530,7 @@ class Structure(Distribution):
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}(batch_shape={tuple(self.batch_shape)}, "
+            f"{self._name}(batch_shape={tuple(self.batch_shape)}, "
             f"event_shape={tuple(self.event_shape)}, smoothing={self.smoothing})"
         )
 

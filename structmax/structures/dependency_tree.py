@@ -22,8 +22,28 @@ class DependencyTree(SquareStructure):
     The diagonal, the column of modifier 0 and what lies outside the length are not looked at.
 
     ``projective=True`` allows no arcs that cross (when all are drawn above the sentence, the root
-    symbol on its left). See ``ProjectiveTree`` for the graph that then answers, and
-    ``NonprojectiveTree`` for what answers otherwise.
+    symbol on its left). The graph is then that of Eisner (1996, "Three new probabilistic models for
+    dependency parsing"). For words i < j: right[i,j] stands for i with modifiers up to j and all
+    below them, left[i,j] for the mirror image below j, gap[i,j] for what lies between an arc's
+    ends, and each arc has a node with its score (its labels are edges into that node)::
+
+        right[i,k] ─┐             gap[i,j] ──► arc[i→j]    arc[i→k] ─┐
+                    ├► gap[i,j]                                      ├► right[i,j]
+        left[k+1,j]─┘             gap[i,j] ──► arc[j→i]    right[k,j]┘   (left: mirrored)
+
+    What a word alone would be is left out: right[i,i] and left[i,i] are nothing. With several roots
+    the root symbol is word 0 and the goal right[0,n]. With a single one the graph is over words
+    1..n, and left[1,r] ──► arc[0→r], then arc[0→r] + right[r,n] ──► goal for every word r. Time is
+    O(n³), memory for each item O(n²).
+
+    With ``siblings`` (McDonald and Pereira 2006, "Online learning of approximate dependency parsing
+    algorithms"), an arc is reached by an edge for each adjacent sibling, which carries its score,
+    and labels, if any, by edges into a second node of the arc; memory for each item is O(n³)::
+
+        left[i+1,j] ─[i,i,j]─► arc[i→j] ◄─[i,k,j]─ arc[i→k] + gap[k,j]      (←: mirrored)
+
+    Other trees are summed by the Matrix-Tree theorem, in O(n³), and maximised by Edmonds' algorithm
+    for arborescences; they are no dynamic program.
 
     Integer form: the head of each word ``(*B, n)``, with labels pairs of head and label
     ``(*B, n, 2)``; what stands in the padding is ignored. ``decode`` gives the same as lists.

@@ -127,29 +127,10 @@ def projective_tree(n: int, labels: int, single: int, siblings: int) -> Forest:
 
 
 class ProjectiveTree(DependencyTree, PackedSquare):
-    """Dependency trees without crossing arcs; made by ``DependencyTree(..., projective=True)``.
+    """Dependency trees without crossing arcs, on the graph in the docstring of ``DependencyTree``.
 
-    The graph is that of Eisner (1996, "Three new probabilistic models for dependency parsing"). For
-    words i < j: right[i,j] stands for i with modifiers up to j and all below them, left[i,j] for
-    the mirror image below j, gap[i,j] for what lies between an arc's ends, and each arc has a node
-    with its score (its labels are edges into that node)::
-
-        right[i,k] ─┐             gap[i,j] ──► arc[i→j]    arc[i→k] ─┐
-                    ├► gap[i,j]                                      ├► right[i,j]
-        left[k+1,j]─┘             gap[i,j] ──► arc[j→i]    right[k,j]┘   (left: mirrored)
-
-    What a word alone would be is left out: right[i,i] and left[i,i] are nothing. With several roots
-    the root symbol is word 0 and the goal right[0,n]. With a single one the graph is over words
-    1..n, and left[1,r] ──► arc[0→r], then arc[0→r] + right[r,n] ──► goal for every word r.
-
-    With ``siblings`` (McDonald and Pereira 2006, "Online learning of approximate dependency parsing
-    algorithms"), an arc is reached by an edge for each adjacent sibling, which carries its score::
-
-        left[i+1,j] ─[i,i,j]─► arc[i→j] ◄─[i,k,j]─ arc[i→k] + gap[k,j]      (←: mirrored)
-
-    and labels, if any, by edges into a second node of the arc. In a single root's graph [0,0,r] is
-    on the edges of the goal. Time is O(n³), memory for each item O(n²), with siblings O(n³). On a
-    GPU it is the first query that finds NaN or +inf in the scores.
+    In a single root's graph with ``siblings``, [0,0,r] is on the edges of the goal. On a GPU, the
+    first query finds NaN and +inf in the scores.
     """
 
     # -- the graph --------------------------------------------------------------------------------
