@@ -217,6 +217,37 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.parametrize("name", ["align", "induce"])
+def test_a_comparison_is_a_run_like_the_others(tmp_path: Path, capsys, name: str) -> None:
+    """It is locked; --resume of a finished one is its result; only --fresh loses that."""
+    pytest.importorskip("fcntl")
+    out = tmp_path / "run"
+    quick = {"align": ["--gammas=1", "--iterations=1"], "induce": ["--pictures=1"]}[name]
+    train = ["train", name, "--device=cpu", f"--out={out}"]
+    assert cli.main([*train, *quick]) == 0
+    first = json.loads(capsys.readouterr().out)
+    written = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    assert {"result.json", "table.md", ".lock"} <= written.keys()
+    for again in (train, [*train, *quick]):
+        assert cli.main([*again, "--resume"]) == 0
+        assert json.loads(capsys.readouterr().out) == first
+    other = {"align": "--folds=2", "induce": "--most-words=9"}[name]
+    assert cli.main([*train, "--resume", other]) == 2
+    assert "cannot go on with" in capsys.readouterr().err
+    command = [sys.executable, "-c", HOLD, str(out / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        for flag in ("--resume", "--fresh"):
+            assert cli.main([*train, flag]) == 2
+            assert "another process is training in" in capsys.readouterr().err
+        holder.communicate(b"")
+    assert written == {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    (out / "result.json").write_text("[]")
+    assert cli.main([*train, "--resume"]) == 2 and "is damaged" in capsys.readouterr().err
+    (out / "result.json").unlink()  # as where it was killed: begun again
+    assert cli.main([*train, "--resume"]) == 0
+
+
 def test_one_process_trains_in_a_folder(tmp_path: Path) -> None:
     pytest.importorskip("fcntl")
     Trainer(Toy(), small(steps=2), tmp_path, silent=True).fit()

@@ -14,6 +14,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -23,7 +25,9 @@ from torch import nn
 
 from structmax.train import checkpoint, tasks
 from structmax.train.config import TrainConfig, from_dict, read_toml, to_toml
+from structmax.train.distributed import Workers
 from structmax.train.errors import UserError, as_user_error
+from structmax.train.metrics import to_json
 from structmax.train.task import Splits, Task
 
 try:
@@ -76,11 +80,45 @@ def claim(folder: Path) -> IO[str] | None:
     return file
 
 
+@contextmanager
+def hold(
+    task: Task, config: TrainConfig, folder: Path, resume: bool, state: str, workers: Workers
+) -> Iterator[bool]:
+    """Lock a folder for a run, and create the run there. While entered, the folder is this run's.
+
+    Yields whether there was a run to resume: its file ``state`` exists, and it began with the same
+    data. Otherwise a run that was there is lost.
+    """
+    lock = claim(folder) if workers.first else None
+    try:
+        if not workers.gather(lock is not None)[0]:
+            raise UserError(
+                f"another process is training in {folder}. Wait for its end, or choose another "
+                "folder with --out."
+            )
+        found = workers.gather(resume and (folder / state).exists())
+        if any(found) and not all(found):
+            raise UserError(
+                f"worker {found.index(False)} does not see {folder / state}: the run must be in a "
+                "folder that all machines share."
+            )
+        if found[0]:
+            refuse_other_data(folder, config)
+            refuse_other_facts(folder, read(folder)[0].facts, task.facts)
+        elif workers.first:
+            create(folder, task, config)
+        if workers.first:
+            checkpoint.remove_remains(folder)
+        yield found[0]
+    finally:
+        if lock is not None:
+            lock.close()
+
+
 def create(folder: Path, task: Task, config: TrainConfig) -> None:
     """Make the folder and write what the run is; a run that was there is gone."""
     with as_user_error():
         folder.mkdir(parents=True, exist_ok=True)
-    checkpoint.remove_remains(folder)
     for path in (folder / name for name in FILES):
         try:
             path.unlink(missing_ok=True)
@@ -90,6 +128,11 @@ def create(folder: Path, task: Task, config: TrainConfig) -> None:
                 "--out."
             ) from error
     write_options(folder, config)
+    write_facts(folder, task)
+
+
+def write_facts(folder: Path, task: Task) -> None:
+    """Write ``task.json``."""
     facts = json.dumps({"task": task.name, "facts": task.facts}, indent=1, ensure_ascii=False)
     checkpoint.write_atomic(folder / "task.json", facts.encode())
 
@@ -99,8 +142,27 @@ def write_options(folder: Path, config: TrainConfig) -> None:
     checkpoint.write_atomic(folder / "config.toml", to_toml(config).encode())
 
 
+def write_result(folder: Path, result: dict[str, Any], table: str = "") -> None:
+    """Write ``result.json``, the last file of a run, and before it a table as ``table.md``."""
+    if table:
+        checkpoint.write_atomic(folder / "table.md", table.encode())
+    checkpoint.write_atomic(folder / "result.json", f"{to_json(result, indent=1)}\n".encode())
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """What ``write_result`` wrote."""
+    path = folder / "result.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise TypeError("it must hold an object")
+    except (OSError, ValueError, RecursionError, TypeError) as error:
+        raise UserError(f"{path} is damaged: {error}. Start again with --fresh.") from error
+    return found
+
+
 def refuse_other_data(folder: Path, config: TrainConfig) -> None:
-    """A run goes on with the data that it began with, and their order."""
+    """A run is resumed with the data that it began with, and their order."""
     began = read_toml(folder / "config.toml")
     for f in fields(config):
         now = getattr(config, f.name)

@@ -9,8 +9,9 @@ import signal
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from structmax.train.config import TrainConfig
 from structmax.train.distributed import Workers
 from structmax.train.errors import UserError, as_user_error, is_out_of_memory
 from structmax.train.measure import measure
-from structmax.train.metrics import GradientVariance, Log, last_look, to_json
+from structmax.train.metrics import GradientVariance, Log, last_look
 from structmax.train.progress import Progress
 from structmax.train.signals import Signals, Stopped
 from structmax.train.task import Splits, Task
@@ -123,14 +124,14 @@ class Trainer:
         self.seconds, self.best, self.worse, self.cuts = 0.0, -math.inf, 0, 0
         self.total, self.count = 0.0, 0.0  # of the losses since the last line of metrics
         self.signals, self.stopping = Signals(), False
-        self.lock: IO[str] | None = None  # of the folder
+        self.held = ExitStack()  # the folder
         self.pending: deque[Update] = deque()
         if workers.rank:
             self._seed(workers.rank)
         try:
             self._start(resume, silent)
         except BaseException:
-            self._release()
+            self.held.close()
             raise
 
     def _seed(self, worker: int) -> None:
@@ -156,45 +157,25 @@ class Trainer:
         return self.folder / "last.safetensors"
 
     def _start(self, resume: bool, silent: bool) -> None:
-        self.lock = run.claim(self.folder) if self.workers.first else None
-        if not self.workers.gather(self.lock is not None)[0]:
-            raise UserError(
-                f"another process is training in {self.folder}. Wait for its end, or choose "
-                "another folder with --out."
-            )
         last = self._saved()
-        found = self.workers.gather(resume and last.exists())
-        if any(found) and not all(found):
-            raise UserError(
-                f"worker {found.index(False)} does not see {last}: the run must be in a folder "
-                "that all machines share."
-            )
-        if found[0]:
-            run.refuse_other_data(self.folder, self.config)
-            run.refuse_other_facts(self.folder, run.read(self.folder)[0].facts, self.task.facts)
+        found = self.held.enter_context(
+            run.hold(self.task, self.config, self.folder, resume, last.name, self.workers)
+        )
+        if found:
             self._resume(last)
         if self.workers.first:
-            if not found[0]:
-                run.create(self.folder, self.task, self.config)
-            elif not self._done():  # else no update follows
+            if found and not self._done():  # else no update follows
                 run.write_options(self.folder, self.config)
-            checkpoint.remove_remains(self.folder)
             self.log = Log(self.folder, self.step, self.measured)
         self.progress = Progress(self.task.name, silent or not self.workers.first)
-
-    def _release(self) -> None:
-        if self.lock is not None:
-            self.lock.close()
 
     # -- the loop ---------------------------------------------------------------------------------
 
     def fit(self) -> dict[str, Any]:
         """Train to the end, then measure the best weights; the result is also in the folder."""
-        try:
+        with self.held:
             self._train()
             return self._result()
-        finally:
-            self._release()
 
     def _train(self) -> None:
         self.began = time.monotonic() - self.seconds
@@ -394,8 +375,7 @@ class Trainer:
         if len(self.data.test):
             result["test"] = self._measured(self.data.test)
         if self.workers.first:
-            text = to_json(result, indent=1) + "\n"
-            checkpoint.write_atomic(self.folder / "result.json", text.encode())
+            run.write_result(self.folder, result)
         return result
 
     # -- checkpoints ------------------------------------------------------------------------------

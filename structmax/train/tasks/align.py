@@ -30,7 +30,7 @@ from structmax.train.batches import move
 from structmax.train.config import TrainConfig, option
 from structmax.train.distributed import Workers
 from structmax.train.errors import UserError, as_user_error
-from structmax.train.metrics import Ratio, to_json
+from structmax.train.metrics import Ratio
 from structmax.train.progress import Progress
 from structmax.train.task import Splits, Task
 
@@ -45,11 +45,19 @@ class AlignConfig(TrainConfig):
     """The options of ``align``. It has no updates: of the common options, those of updates are
     refused."""
 
-    set: str = option("", "UCR data set, such as GunPoint; none: a tiny generated set.", data=True)
+    set: str = option(
+        "", "UCR data set, such as GunPoint; none: a tiny generated set.", fixed=True, data=True
+    )
     data: str = option("", "Folder of data sets; else $STRUCTMAX_DATA, or beside the checkout.")
-    gammas: str = option("0.001,0.01,0.1,1,10", "The γ to choose from, by cross-validation.")
-    folds: int = option(3, "Parts of the training series for cross-validation of averages.")
-    iterations: int = option(30, "The most iterations of L-BFGS, or of DBA, for an average.")
+    gammas: str = option(
+        "0.001,0.01,0.1,1,10", "The γ to choose from, by cross-validation.", fixed=True
+    )
+    folds: int = option(
+        3, "Parts of the training series for cross-validation of averages.", fixed=True
+    )
+    iterations: int = option(
+        30, "The most iterations of L-BFGS, or of DBA, for an average.", fixed=True
+    )
 
     def check(self) -> None:
         super().check()
@@ -197,13 +205,21 @@ class Align(Task):
         """Compare the methods; keep the averages of the one that was best in cross-validation."""
         if not workers.first:
             return {}
-        began = time.monotonic()
         with as_user_error():
             data = self.data(config)
-        run.create(folder, self, config)
-        train, test = (
-            move(self.collate(split), workers.device) for split in (data.train, data.test)
-        )
+        alone = Workers(workers.device)
+        with run.hold(self, config, folder, resume, "result.json", alone) as finished:
+            if finished:
+                return run.read_result(folder)
+            train, test = (
+                move(self.collate(split), workers.device) for split in (data.train, data.test)
+            )
+            return self._compare(config, folder, train, test)
+
+    def _compare(
+        self, config: AlignConfig, folder: Path, train: Known, test: Known
+    ) -> dict[str, Any]:
+        began = time.monotonic()
         progress = Progress(self.name)
         rows = []
         for method in METHODS:
@@ -211,7 +227,7 @@ class Align(Task):
             progress.say("  ".join(f"{key} {value}" for key, value in rows[-1].items()))
         best = max(rows, key=lambda row: row["average_cv"])
         self.facts |= {"method": best["method"], "gamma": best["average_gamma"] or 1.0}
-        run.create(folder, self, config)
+        run.write_facts(folder, self)
         model = self.model(config)
         measure = self._measure(best["method"], self.facts["gamma"], config)
         model.averages = measure.averages(train, len(self.facts["classes"]))
@@ -224,9 +240,7 @@ class Align(Task):
             "rows": rows,
             "test": {"method": best["method"], "accuracy": best["average_test"]},
         }
-        text = to_json(result, indent=1) + "\n"
-        checkpoint.write_atomic(folder / "result.json", text.encode())
-        checkpoint.write_atomic(folder / "table.md", table(rows).encode())
+        run.write_result(folder, result, table(rows))
         progress.say(table(rows))
         return result
 

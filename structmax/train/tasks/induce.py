@@ -23,7 +23,6 @@ from structmax.train import checkpoint, run
 from structmax.train.config import TrainConfig, option
 from structmax.train.distributed import Workers
 from structmax.train.errors import UserError, as_user_error
-from structmax.train.metrics import to_json
 from structmax.train.progress import Progress
 from structmax.train.task import Splits, Task
 from structmax.train.tasks import heads, sst
@@ -36,13 +35,17 @@ TOGETHER = 64  # sentences at a time
 class InduceConfig(TrainConfig):
     """The options of ``induce``."""
 
-    runs: str = option("", "Runs with latent dependency trees, by commas; none: two tiny ones.")
+    runs: str = option(
+        "", "Runs with latent dependency trees, by commas; none: two tiny ones.", fixed=True
+    )
     parses: str = option(
-        "", "CoNLL-U file, or .jsonl with words and heads, to compare with.", data=True
+        "", "CoNLL-U file, or .jsonl with words and heads, to compare with.", fixed=True, data=True
     )
     data: str = option("", "Folder of data sets; else $STRUCTMAX_DATA, or beside the checkout.")
-    most_words: int = option(40, "Leave out longer sentences.")
-    pictures: int = option(10, "So many sentences are drawn, with the trees SparseMAP keeps.")
+    most_words: int = option(40, "Leave out longer sentences.", fixed=True)
+    pictures: int = option(
+        10, "So many sentences are drawn, with the trees that SparseMAP selects.", fixed=True
+    )
 
     def check(self) -> None:
         super().check()
@@ -96,12 +99,22 @@ class Induce(Task):
             return {}
         with as_user_error():
             references = self.data(config).test
+        models = {}
         if config.runs:  # before there is a folder, which a second try would find
             models = load([Path(name) for name in config.runs.split(",")], workers)
-            run.create(folder, self, config)
-        else:
-            run.create(folder, self, config)
-            models = load(tiny(folder), workers)
+        alone = Workers(workers.device)
+        with run.hold(self, config, folder, resume, "result.json", alone) as finished:
+            if finished:
+                return run.read_result(folder)
+            return self._compare(config, folder, references, models or load(tiny(folder), workers))
+
+    def _compare(
+        self,
+        config: InduceConfig,
+        folder: Path,
+        references: Sequence[Reference],
+        models: dict[Path, tuple[Any, DependencyClassifier]],
+    ) -> dict[str, Any]:
         progress, found = Progress(self.name), {}
         for path, (task, model) in models.items():
             found[str(path)] = look(task, model, references)
@@ -111,9 +124,7 @@ class Induce(Task):
                 text = page(str(path), drawn)
                 checkpoint.write_atomic(folder / "support.html", text.encode())
         result = {"task": self.name, "sentences": len(references), **compare(references, found)}
-        text = to_json(result, indent=1) + "\n"
-        checkpoint.write_atomic(folder / "result.json", text.encode())
-        checkpoint.write_atomic(folder / "table.md", table(result["rows"]).encode())
+        run.write_result(folder, result, table(result["rows"]))
         progress.say(table(result["rows"]))
         return result
 
