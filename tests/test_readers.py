@@ -19,7 +19,6 @@ from structmax.data.folder import (
     data_folder,
     find_data,
     find_splits,
-    find_within,
     read_lines,
 )
 
@@ -506,4 +505,30 @@ def test_a_corpus_beside_a_folder_of_its_name(tmp_path, monkeypatch) -> None:
     (there / "train.txt").write_text("")
     (tmp_path / "sst").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert find_within("sst", "train.txt", tmp_path / "data", "") == there / "train.txt"
+    assert find_data("sst/train.txt", tmp_path / "data") == there / "train.txt"
+    for folder, name in [(there, "dev.txt"), (there, "test.txt.xz"), (tmp_path / "sst", "dev.txt")]:
+        (folder / name).write_bytes(b"")
+    found = [[there / "train.txt"], [there / "dev.txt"], [there / "test.txt.xz"]]
+    monkeypatch.setenv("STRUCTMAX_DATA", str(tmp_path / "data"))
+    assert find_splits("sst", end=".txt") == find_splits("sst", tmp_path / "data", ".txt") == found
+    with pytest.raises(FileNotFoundError, match=r"^there is no \.tsv file named train in sst\.$"):
+        find_splits("sst", end=".tsv")
+    with pytest.raises(FileNotFoundError, match=r"there is no nothing in .*data\. Say where"):
+        find_splits("nothing")
+    with pytest.raises(FileNotFoundError, match=r"train\.txt is no folder"):
+        find_splits(there / "train.txt")
+
+
+def test_a_folder_that_is_given_comes_first(tmp_path, monkeypatch) -> None:
+    """Before one of the same name in the working directory, which comes before the usual one."""
+    for folder in (tmp_path / "sst", tmp_path / "data" / "sst"):
+        folder.mkdir(parents=True)
+        for split in ("train", "dev", "test"):
+            (folder / f"{split}.txt.xz").write_bytes(lzma.compress(b""))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STRUCTMAX_DATA", "data")
+    for said, base in (("data", Path("data")), (None, Path()), ("none", Path())):
+        assert find_data("sst", said) == base / "sst"
+        assert find_data("sst/dev.txt", said) == base / "sst" / "dev.txt.xz"
+        splits = find_splits("sst", said, ".txt")
+        assert splits[0] == [base / "sst" / "train.txt.xz"] and len(splits) == 3

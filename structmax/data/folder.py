@@ -38,23 +38,30 @@ def data_folder(given: str | Path | None = None) -> Path:
 
 
 def find_data(name: str | Path, given: str | Path | None = None) -> Path:
-    """A file or folder among the data sets; a name that exists as it is, is taken as it is.
+    """A file or folder among the data sets, or one of that name in the working directory.
 
-    Of a file that is only there compressed, the name with ``.xz`` is found.
+    A folder that is ``given`` comes before the working directory, ``STRUCTMAX_DATA`` and the usual
+    folder come after it. Of a file that is only there compressed, the name with ``.xz`` is found.
 
     >>> find_data("no/such.txt", "corpora")
     Traceback (most recent call last):
     FileNotFoundError: there is no no/such.txt in corpora. Say where with --data FOLDER or ...
     """
-    folder = data_folder(given)
-    for path in (Path(name), folder / name, folder / f"{name}.xz"):
-        if path.exists():
-            return path
+    for path in _places(name, given):
+        return path
     if Path(name).is_absolute():
         raise FileNotFoundError(f"there is no {name}.")
     raise FileNotFoundError(
-        f"there is no {name} in {folder}. Say where with --data FOLDER or STRUCTMAX_DATA."
+        f"there is no {name} in {data_folder(given)}. Say where with --data FOLDER or "
+        "STRUCTMAX_DATA."
     )
+
+
+def _places(name: str | Path, given: str | Path | None) -> Iterator[Path]:
+    """The files or folders of a name, the first to be taken first."""
+    folder = data_folder(given)
+    for place in (folder, Path()) if given else (Path(), folder):
+        yield from (path for path in (place / name, place / f"{name}.xz") if path.exists())
 
 
 def find_splits(
@@ -64,37 +71,28 @@ def find_splits(
 
     A split is all files that are named after it and end in ``end``, in the order of their names:
     ``x-train-a.conllu``, ``x-train-b.conllu.xz``. Of several such words in a name the last one
-    counts; ``val`` and ``testa`` are other words for ``dev``, and ``testb`` for ``test``.
+    counts; ``val`` and ``testa`` are other words for ``dev``, and ``testb`` for ``test``. A folder
+    of the corpus's name that lacks a split is passed over if another one has all.
     """
-    folder = find_data(corpus, given)
-    found: dict[str, dict[str, Path]] = {"train": {}, "dev": {}, "test": {}}
-    for path in sorted(folder.iterdir()):
-        name = path.name.removesuffix(".xz")
-        words = _SPLIT.findall(name.lower())
-        if words and name.endswith(end) and path.is_file():
-            split = found[{"val": "dev", "testa": "dev"}.get(words[-1], words[-1])]
-            split.setdefault(name, path)  # one that is there compressed too is read once
-    for split, files in found.items():
-        if not files:
-            kind = f"{end} file" if end else "file"
-            raise FileNotFoundError(f"there is no {kind} named {split} in {folder}.")
-    return [list(files.values()) for files in found.values()]
-
-
-def find_within(corpus: str, name: str, given: str | Path | None, fix: str) -> Path:
-    """A file of a folder among the data sets; ``fix`` ends the error if the folder has none.
-
-    >>> find_within(".", "train.tsv", "corpora", "Say which with --train-file.")
-    Traceback (most recent call last):
-    FileNotFoundError: there is no train.tsv in the folder '.'. Say which with --train-file.
-    """
-    try:
-        return find_data(f"{corpus}/{name}", given)
-    except FileNotFoundError:
-        folder = find_data(corpus, given)  # whose error says that there is no such folder
-        raise FileNotFoundError(
-            f"there is no {name} in the folder {str(folder)!r}. {fix}"
-        ) from None
+    missing = ""
+    for folder in _places(corpus, given):
+        if not folder.is_dir():
+            missing = missing or f"{folder} is no folder."
+            continue
+        found: dict[str, dict[str, Path]] = {"train": {}, "dev": {}, "test": {}}
+        for path in sorted(folder.iterdir()):
+            name = path.name.removesuffix(".xz")
+            words = _SPLIT.findall(name.lower())
+            if words and name.endswith(end) and path.is_file():
+                split = found[{"val": "dev", "testa": "dev"}.get(words[-1], words[-1])]
+                split.setdefault(name, path)  # one that is there compressed too is read once
+        if all(found.values()):
+            return [list(files.values()) for files in found.values()]
+        absent = next(split for split, files in found.items() if not files)
+        missing = missing or f"there is no {f'{end} file'.strip()} named {absent} in {folder}."
+    if not missing:
+        find_data(corpus, given)  # whose error says that there is no such folder
+    raise FileNotFoundError(missing)
 
 
 def read_lines(path: str | Path, encoding: str = "utf-8") -> Iterator[tuple[int, str]]:

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from structmax.data.folder import fault, find_within, quoted, read_lines
+from structmax.data.folder import fault, find_splits, quoted, read_lines
 from structmax.data.trees import REDUCE, SHIFT
 
 MOST_WORDS = 2000  # of a sentence: all subtrees of a deep tree are quadratically many words
@@ -52,11 +52,10 @@ def read(path: str | Path, subtrees: bool = False, binary: bool = False) -> list
 def read_splits(
     corpus: str, given: str | Path | None = None, binary: bool = False
 ) -> list[list[Phrase]]:
-    """The sentences of ``train.txt``, ``dev.txt`` and ``test.txt`` of a folder among the data sets,
-    see :func:`structmax.data.find_data`."""
-    fix = "There must be train.txt, dev.txt and test.txt."
-    names = [f"{split}.txt" for split in ("train", "dev", "test")]
-    return [read(find_within(corpus, name, given, fix), binary=binary) for name in names]
+    """The sentences of ``train.txt``, ``dev.txt`` and ``test.txt`` of a folder, see
+    :func:`structmax.data.folder.find_splits`."""
+    splits = find_splits(corpus, given, ".txt")
+    return [[one for path in files for one in read(path, binary=binary)] for files in splits]
 
 
 def parse(text: str) -> list[Phrase]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from structmax.data import snli
-from structmax.data.folder import find_within, quoted
+from structmax.data.folder import find_data, quoted
 from structmax.data.snli import LABELS
 from structmax.nn.esim import ESIM
 from structmax.nn.pair_classifier import (
@@ -251,7 +251,13 @@ def read(config: NLIConfig) -> Splits:
     """The splits of a corpus in the formats of SNLI."""
 
     def split(name: str, flag: str) -> list[Example]:
-        path = find_within(config.corpus, name, config.data, f"Say which file with {flag}.")
+        try:
+            path = find_data(f"{config.corpus}/{name}", config.data)
+        except FileNotFoundError:
+            folder = find_data(config.corpus, config.data)  # whose error says that there is none
+            raise FileNotFoundError(
+                f"there is no {name} in the folder {str(folder)!r}. Say which file with {flag}."
+            ) from None
         pairs = [Example(tokens(p), tokens(h), label) for p, h, label in snli.read(path)]
         return [pair for pair in pairs if pair.premise and pair.hypothesis]
 
