@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from structmax import __version__
-from structmax.data.folder import DataWarning
+from structmax.data.folder import LONGEST_LINE, DataWarning
 from structmax.train import run as runs
 from structmax.train import tasks
 from structmax.train.config import TrainConfig, from_dict, read_toml, types_of
@@ -197,10 +197,13 @@ def predict(
     ] = "text",
     device: Device = "auto",
 ) -> None:
-    """Print the structure of every line of input."""
+    """Print the structure of every line of input as it comes; of an empty line, an empty line."""
     trained = _load(run, device)
     for found in _predictions(trained, _lines(file), str(file or "stdin"), format == "json"):
-        _print(to_json(found, ensure_ascii=False) if format == "json" else found["text"])
+        if found is None:
+            _print("")
+        else:
+            _print(to_json(found, ensure_ascii=False) if format == "json" else found["text"])
 
 
 @app.command()
@@ -220,19 +223,22 @@ def show(
     if file is None:
         splits = runs.data(run, trained.task, trained.config)
         examples = splits.valid or splits.test  # align chooses within the training series
-        lines = [trained.task.line(example) for example in examples[:count]]
+        chunks = iter([[trained.task.line(example) for example in examples[:count]]])
     else:
-        lines = _lines(file)
-    pictures = []
+        chunks = _lines(file)
+    pictures, anything = [], False
     source, drawing = str(file or "the validation split"), bool(html or svg)
-    for found in _predictions(trained, lines, source, drawing):
+    for found in _predictions(trained, chunks, source, drawing):
+        if found is None:
+            continue
+        anything = True
         _print(found["text"])
         if "spans" in found:
             _print(tree_text(found["words"], found["spans"]) + "\n")
         if drawing and (drawn := answer_svg(found)) is not None:
             pictures.append((found["text"], drawn))
     if drawing and not pictures:
-        what = "what this task predicts" if lines else "no lines"
+        what = "what this task predicts" if anything else "no lines"
         raise UserError(f"there is nothing to draw in {what}.")
     with as_user_error():
         if html:
@@ -253,15 +259,36 @@ def _print(text: str) -> None:
         raise UserError(f"cannot write the output: {error.strerror}.") from error
 
 
-def _lines(file: Path | None) -> list[str]:
-    given = None if str(file) == "-" else file
-    with as_user_error():
-        try:
-            text = given.read_text(encoding="utf-8") if given else sys.stdin.read()
-            text = text.removeprefix("\ufeff")  # a byte order mark
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{given or 'stdin'} is not text: {error}.") from None
-    return text.removesuffix("\n").split("\n") if text else []  # as other programs count lines
+def _lines(file: Path | None) -> Iterator[list[str]]:
+    """The lines of a UTF-8 file or of standard input, as many at a time as have come."""
+    given = None if file is None or str(file) == "-" else file
+    with as_user_error(), contextlib.ExitStack() as opened:
+        if given is not None:
+            stream: Any = opened.enter_context(given.open("rb"))
+        elif sys.stdin is None:  # it may have been closed
+            return
+        else:
+            stream = sys.stdin.buffer
+        rest, number, chunk = b"", 0, b"-"
+        while chunk:
+            chunk = stream.read1(1 << 16)  # waits for something, not for all of it
+            *lines, rest = (rest + chunk).split(b"\n")
+            if not chunk and rest:  # a last line without an end
+                lines = [rest]
+            found: list[str] = []
+            for line in lines:
+                number += 1
+                try:
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    yield found
+                    place = f"{given or 'stdin'}, line {number}"
+                    raise ValueError(f"{place}: this is not text in UTF-8: {error}.") from None
+                found.append(text.removesuffix("\r"))
+            yield found
+            if len(rest) > LONGEST_LINE:
+                place = f"{given or 'stdin'}, line {number + 1}"
+                raise ValueError(f"{place}: a line of more than {LONGEST_LINE} bytes.")
 
 
 def _load(run: Path, device: str) -> runs.Trained:
@@ -271,25 +298,30 @@ def _load(run: Path, device: str) -> runs.Trained:
 
 
 def _predictions(
-    trained: runs.Trained, lines: Sequence[str], source: str, details: bool
-) -> Iterator[dict[str, Any]]:
-    """The answer to each line; ``details``: with all that JSON and pictures show."""
+    trained: runs.Trained, chunks: Iterable[Sequence[str]], source: str, details: bool
+) -> Iterator[dict[str, Any] | None]:
+    """The answer to each line of some chunks of lines, None to an empty one.
+
+    ``details``: with all that JSON and pictures show.
+    """
     import torch
 
-    task, model, number = trained.task, trained.model, 1
-    with torch.no_grad():
-        answers = task.predict(model, lines)
-        while True:
+    task, model, number = trained.task, trained.model, 0
+    for lines in chunks:
+        empty = [not line.strip(" \t\r\n") for line in lines]
+        answers = task.predict(model, [line for line, no in zip(lines, empty) if not no])
+        for no in empty:
+            number += 1
+            if no:
+                yield None
+                continue
             try:
-                with as_user_error():
-                    found = next(answers, None)
-                    if details and found is not None:
+                with torch.no_grad(), as_user_error():
+                    found = next(answers)
+                    if details:
                         found = {**found, **task.details(model, found)}
             except UserError as error:
                 raise UserError(f"{source}, line {number}: {error}") from error
-            if found is None:
-                return
-            number += 1
             yield found
 
 
@@ -387,6 +419,11 @@ def doctor() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
+    if hasattr(sys.stdout, "reconfigure"):  # a file is read as UTF-8 again, whatever the locale
+        terminal = sys.stdout.isatty()
+        sys.stdout.reconfigure(
+            encoding=None if terminal else "utf-8", errors="replace" if terminal else "strict"
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("always", DataWarning)
         warnings.showwarning = _warn

@@ -453,10 +453,10 @@ def _predicts(name: str) -> Callable[[bytes], None]:
         before, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO(content), "utf-8")
         try:
             lines = cli._lines(None)
-            for found in cli._predictions(loaded(name), lines, "stdin"):
+            for found in cli._predictions(loaded(name), lines, "stdin", name == "parse"):
                 json.dumps(found)
         except UserError as error:
-            if not re.match(r"stdin(, line \d+| is not text): ", str(error)):
+            if not re.match(r"stdin, line \d+: ", str(error)):
                 raise Broken(f"the error does not say where: {str(error)[:200]!r}") from error
         finally:
             sys.stdin = before

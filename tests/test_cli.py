@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,73 @@ def test_evaluate(call, trained: Path) -> None:
     assert json.loads(out)["f1"] == pytest.approx(result["valid"]["f1"])
 
 
+def standard_input(*chunks: bytes, before: Callable[[int], None] = lambda i: None):
+    """A stand-in for ``sys.stdin`` in another encoding, whose bytes come in chunks."""
+
+    class Pipe(io.RawIOBase):
+        def __init__(self) -> None:
+            self.at = 0
+
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer) -> int:
+            before(self.at)
+            chunk = chunks[self.at] if self.at < len(chunks) else b""
+            self.at += 1
+            buffer[: len(chunk)] = chunk
+            return len(chunk)
+
+    return io.TextIOWrapper(io.BufferedReader(Pipe()), "latin-1")
+
+
+def test_answers_come_as_lines_do(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Line by line, before there are more; an empty line for an empty one, so that both go on."""
+    printed = ""
+
+    def check(chunk: int) -> None:
+        nonlocal printed
+        printed += capsys.readouterr().out
+        assert printed.count("\n") == [0, 1, 1, 4, 5][chunk]
+
+    chunks = b"[MAX 2 9 ]\n[M", b"IN 2 9 ]", b"\n\n \t\r\n7", b"\n"
+    monkeypatch.setattr(sys, "stdin", standard_input(*chunks, before=check))
+    assert main(["predict", str(trained), "--device=cpu"]) == 0
+    printed += capsys.readouterr().out
+    answers = [line.partition(" = ")[2] for line in printed.splitlines()]
+    first, second, *others = answers
+    assert first.count("(") == second.count("(") == 3 and others == ["", "", "7"]
+
+
+def test_input_and_output_are_utf8(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Whatever the locale; a byte order mark is no text, and what is not UTF-8 is named."""
+    seen: list[str] = []
+
+    def predict(self, model, lines):
+        for line in lines:
+            seen.append(line)
+            yield {"text": f"{line}→"}
+
+    monkeypatch.setattr(ListOps, "predict", predict)
+    text = "é\r\n" + "x" * 70_000 + "ü\n"
+    output = io.TextIOWrapper(io.BytesIO(), "latin-1")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdin", standard_input(b"\xef\xbb\xbf", text.encode()[:4], b"", b""))
+        patch.setattr(sys, "stdout", output)
+        assert main(["predict", str(trained), "--device=cpu"]) == 0
+    assert output.buffer.getvalue().decode() == "é→\n"  # type: ignore[attr-defined]
+    (tmp_path / "in.txt").write_text(text, encoding="utf-8-sig", newline="")
+    assert main(["predict", str(trained), str(tmp_path / "in.txt")]) == 0
+    assert seen == ["é", "é", "x" * 70_000 + "ü"]
+    (tmp_path / "in.txt").write_bytes(b"one\n\xfftwo\n")
+    capsys.readouterr()
+    assert main(["predict", str(trained), str(tmp_path / "in.txt")]) == 2
+    out, err = capsys.readouterr()
+    assert out == "one→\n" and "in.txt, line 2: this is not text in UTF-8" in err
+
+
 def test_predict(call, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["[MAX 2 9 ]", "7", "[SM 1 [MIN 2 3 ] 4 ]"]
     (tmp_path / "in.txt").write_text("\n".join(lines))
@@ -105,7 +173,7 @@ def test_predict(call, trained: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert code == 0 and [" ".join(one["words"]) for one in found] == lines
     assert [len(one["spans"]) for one in found] == [3, 0, 7]
     assert found[0]["gold"] == [[0, 1], [0, 2], [0, 3]]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    monkeypatch.setattr(sys, "stdin", standard_input("\n".join(lines).encode()))
     code, out, _ = call("predict", trained)
     assert code == 0 and [line.split(" = ")[0] for line in out.splitlines()] == [
         str(one["value"]) for one in found

@@ -52,7 +52,7 @@ def test_show_of_a_file(command, tmp_path: Path) -> None:
     assert code == 2 and "nothing to draw" in err
     lines.write_bytes(b"\xff\xfe")
     code, _, err = command("predict", run, lines, "--device", "cpu")
-    assert code == 2 and "is not text" in err
+    assert code == 2 and "line 1: this is not text in UTF-8" in err
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (BrokenPipeError, 1)])
