@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import math
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,104 @@ def test_a_warm_start_from_something_else_entirely() -> None:
     single = sx.Choice(torch.tensor([5.0, 0.0, 0.0])).sparsemap()
     other = sx.Choice(torch.tensor([-inf, 0.0, 3.0]))
     assert other.sparsemap(init=single).marginals.tolist() == [0, 0, 1]
+
+
+def between(low: int, high: int, *shape: int) -> Tensor:
+    return torch.randint(low, high + 1, shape)
+
+
+PATHS = torch.tensor([(0, 1), (0, 2), (1, 2), (1, 3), (2, 3), (3, 4), (2, 4)])
+# minibatches of four items that differ in lengths, sizes, targets and whatever else is no score
+RAGGED = {
+    "chain": lambda: sx.LinearChain(randn(4, 4, 3), randn(3, 3), lengths=between(1, 4, 4)),
+    "nonprojective": lambda: sx.DependencyTree(randn(4, 4, 4), between(1, 3, 4)),
+    "projective": lambda: sx.DependencyTree(randn(4, 4, 4), between(1, 3, 4), projective=True),
+    "spanning": lambda: sx.SpanningTree(randn(4, 4, 4), between(1, 4, 4)),
+    "subset": lambda: sx.KSubset(randn(4, 5), int(between(1, 3)), lengths=between(3, 5, 4)),
+    "subset of a range": lambda: sx.KSubset(
+        randn(4, 5), (int(between(0, 1)), int(between(1, 3))), lengths=between(3, 5, 4)
+    ),
+    "assignment": lambda: sx.Assignment(
+        randn(4, 3, 4), lengths=(between(1, 3, 4), between(3, 4, 4))
+    ),
+    "binary tree": lambda: sx.BinaryTree(randn(4, 4, 4), lengths=between(1, 4, 4)),
+    "segments": lambda: sx.SemiMarkov(randn(4, 4, 3, 2), randn(2, 2), lengths=between(1, 4, 4)),
+    "dtw": lambda: sx.Alignment(
+        randn(4, 3, 4), lengths=(between(1, 3, 4), between(1, 4, 4)), band=int(between(2, 4))
+    ),
+    "edits": lambda: sx.Alignment(
+        randn(4, 3, 4), lengths=(between(1, 3, 4), between(1, 4, 4)), kind="edit"
+    ),
+    "path": lambda: sx.Path(PATHS, randn(4, 7), 0, between(1, 4, 4)),
+    "ctc": lambda: sx.CTC(
+        randn(4, 5, 3), between(1, 2, 4, 2), torch.full((4,), 5), between(1, 2, 4)
+    ),
+    "grammar": lambda: sx.PCFG(
+        randn(4, 2), randn(4, 2, 4, 4), randn(4, 4, 2), lengths=between(2, 4, 4)
+    ),
+}
+
+
+def check_warm_starts(kind: str, batches: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    last = None
+    for number in range(batches):
+        s = RAGGED[kind]()
+        if number % 3 == 2:  # what the start uses may be forbidden, or forced
+            allowed = s.argmax() > 0
+            s = s.condition(exclude=(torch.rand_like(allowed, dtype=f64) < 0.3) & ~allowed)
+        options = {"method": "pairwise", "tol": 1e-12} if number % 10 == 9 else {}
+        cold, warm = (s.sparsemap(init=init, **options) for init in (None, last))
+        atol = 1e-4 if options else 1e-9
+        torch.testing.assert_close(warm.marginals, cold.marginals, atol=atol, rtol=0)
+        torch.testing.assert_close(warm.value, cold.value, atol=atol, rtol=0)
+        for ours, theirs in zip(warm.additional, cold.additional, strict=True):
+            assert ours.shape == theirs.shape  # they are those of a distribution, not the only ones
+        s.log_prob(warm.structures.movedim(-1 - len(s.event_shape), 0))  # which validates them
+        last = warm
+
+
+@pytest.mark.usefixtures("_solver")
+@pytest.mark.parametrize("kind", RAGGED)
+def test_a_warm_start_from_the_minibatch_before(kind: str) -> None:
+    check_warm_starts(kind, 8, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RAGGED)
+def test_warm_starts_of_a_thousand_minibatches(kind: str) -> None:
+    check_warm_starts(kind, 1000 // len(RAGGED) + 1, seed=1)
+
+
+def test_losses_start_from_the_minibatch_before() -> None:
+    x, before = randn(2, 4), sx.KSubset(torch.zeros(2, 4, dtype=f64), 1).sparsemap()
+    subset = sx.KSubset(x, 2)
+    target = subset.argmax()
+    for loss in (sx.losses.sparsemap, sx.losses.margin_sparsemap):
+        torch.testing.assert_close(loss(subset, target, init=before), loss(subset, target))
+
+
+def test_a_start_whose_lengths_were_written_into() -> None:
+    x, lengths = randn(2, 4, 3), torch.tensor([4, 2])
+    before = sx.LinearChain(x, randn(3, 3), lengths=lengths).sparsemap()
+    lengths[:] = torch.tensor([2, 4])
+    after = sx.LinearChain(x, randn(3, 3), lengths=lengths)
+    warm, cold = after.sparsemap(init=before), after.sparsemap()
+    torch.testing.assert_close(warm.marginals, cold.marginals)
+
+
+def test_a_start_in_other_processes_and_transforms() -> None:
+    s = sx.KSubset(0.1 * randn(2, 4), 2, lengths=torch.tensor([4, 3]))
+    found = []
+
+    def value(x: Tensor) -> Tensor:
+        found.append(sx.KSubset(x, 2, lengths=torch.tensor([4, 3])).sparsemap())
+        return found[-1].value.sum()
+
+    torch.func.grad(value)(s.scores)
+    copied = pickle.loads(pickle.dumps(s.sparsemap()))
+    for init in (copied, found[0]):
+        assert bool((s.sparsemap(init=init).iterations <= 2).all())
 
 
 # -- numbers -------------------------------------------------------------------------------------
@@ -513,6 +612,64 @@ def test_users_oracle(method: str) -> None:
         assert gradcheck(lambda x: sx.sparsemap_oracle(best_of_each_row, x).marginals, x)
         warm = sx.sparsemap_oracle(best_of_each_row, x, init=result)
         assert bool((warm.iterations <= 2).all())
+
+
+def test_users_oracle_confirms_what_it_starts_from() -> None:
+    """Of other sizes, it would start from points outside the polytope."""
+
+    def best(k: int) -> Any:
+        return lambda s: torch.zeros_like(s).scatter(-1, s.topk(k).indices, 1.0)
+
+    x, last = 0.3 * randn(3, 5), None
+    for k in (1, 2, 3, 2, 2):
+        for method in ("active-set", "pairwise"):
+            cold, warm = (
+                sx.sparsemap_oracle(best(k), x, method=method, tol=1e-10, init=init)
+                for init in (None, last)
+            )
+            torch.testing.assert_close(warm.marginals, cold.marginals, atol=1e-5, rtol=0)
+            torch.testing.assert_close(warm.marginals.sum(-1), torch.full((3,), k, dtype=f64))
+        last = warm
+    assert bool((warm.iterations <= 4).all())
+
+
+@pytest.mark.parametrize("reused", [False, True])
+def test_users_oracle_may_write_into_its_arguments(reused: bool) -> None:
+    x = 0.1 * randn(4, 3, 3)
+    given, room = x.clone(), torch.zeros(4, 3, 3, dtype=f64)
+
+    def careless(scores: Tensor, items: Tensor) -> Tensor:
+        best = scores.argmax(-1, keepdim=True)
+        items.fill_(-1)
+        out = room[: len(scores)] if reused else scores  # one buffer for all answers, or its input
+        return out.zero_().scatter_(-1, best, 1.0)
+
+    given.requires_grad_()
+    result = sx.sparsemap_oracle(careless, given)
+    torch.testing.assert_close(result.marginals, sx.sparsemax(x))
+    assert torch.equal(given.detach(), x)
+    (ours,) = torch.autograd.grad(result.marginals.square().sum(), given)
+    again = x.requires_grad_()
+    (wanted,) = torch.autograd.grad(sx.sparsemax(again).square().sum(), again)
+    torch.testing.assert_close(ours, wanted)
+
+
+@pytest.mark.parametrize("method", ["active-set", "away"])
+@pytest.mark.parametrize("most", [1, 2, 5, 9, 13, 20])
+def test_users_oracle_is_called_at_most_max_iter_times(method: str, most: int) -> None:
+    calls = []
+
+    def best(scores: Tensor) -> Tensor:
+        calls.append(len(scores))
+        return best_of_each_row(scores)
+
+    x = (0.1 * randn(2, 4, 3)).requires_grad_()
+    first = sx.sparsemap_oracle(best_of_each_row, x)
+    for init in (None, first):
+        calls.clear()
+        found = sx.sparsemap_oracle(best, x, method=method, max_iter=most, init=init)
+        assert len(calls) <= max(most, 2)  # the second finds the gap
+        assert bool((found.iterations <= len(calls)).all())
 
 
 def test_users_oracle_of_an_empty_batch() -> None:

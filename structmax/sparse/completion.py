@@ -42,13 +42,16 @@ def complete(
     of all of these, ``(b, d, D)``, zeros where an item has fewer. None if there is no such item.
 
     θ is ``(B, D)``, of which ``width`` parts are penalised. In the solution the slots that are not
-    used come last. ``at_once``: whether the oracle takes an item several times in one batch.
+    used come last. ``at_once``: whether the oracle takes an item several times in one batch. Where
+    no call of it is left, a face stays as far as it is known.
     """
     vertices, edges, probs = solution.vertices, solution.edges, solution.probs
     least = torch.where(probs > 0, probs, torch.inf).amin(-1)
     size = max(1, ROOM // (8 * probs.shape[1] * theta.shape[1]))
     items, rows = [], []
     for some in (~probs.isnan().any(-1)).nonzero().squeeze(-1).split(size):
+        if oracle.left < 2:
+            break
         counts = torch.cat([vertices[some].double(), edges[some].double()], -1)
         inverse = None if solution.inverse is None else solution.inverse[some]
         more = _shows_more(oracle.keep(some), theta[some], counts, probs[some], inverse, width)
@@ -139,7 +142,8 @@ class _Face:
     def complete(self) -> None:
         """Looks for more directions, round after round, where the last round has found some."""
         items, count = torch.arange(len(self.first), device=self.first.device), FIRST
-        while len(items):
+        while len(items) and (self.at_once or self.oracle.left >= 2):
+            count = count if self.at_once else int(min(count, self.oracle.left // 2))
             found = self.look(items, count)
             more = torch.zeros_like(self.first[:, None]).repeat(1, found.shape[1], 1)
             more[items] = found

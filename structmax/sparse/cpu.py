@@ -76,12 +76,12 @@ def solve(
 
 def _start(init: SparseMAPResult | None, items: int, size: int) -> tuple[NDArray, NDArray]:
     """Structures ``(B, K, D)`` to start from, and their weights; none without ``init``."""
-    if init is None:
+    if init is None or not bool((init.probs > 0).any()):
         return np.empty((items, 0, size)), np.empty((items, 0))
     k = init.probs.shape[-1]
-    given = init.structures.flatten(init.probs.dim()), init.edges
-    counts = torch.cat([t.detach().double().reshape(items, k, t.shape[-1]) for t in given], -1)
-    return counts.numpy(), init.probs.detach().double().reshape(items, k).contiguous().numpy()
+    given = [t.detach().cpu().double() for t in (init.structures, init.edges, init.probs)]
+    counts = torch.cat([t.reshape(items, k, t.numel() // (items * k)) for t in given[:2]], -1)
+    return counts.numpy(), given[2].reshape(items, k).contiguous().numpy()
 
 
 def _ints(sizes: Tensor) -> NDArray:

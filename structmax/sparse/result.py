@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+
+from structmax.primitive import untransformed, unwrapped
 
 
 class Solution(NamedTuple):
@@ -49,6 +52,47 @@ class Solution(NamedTuple):
     """Whether the rest of the faces was looked for: ``face``, ``items`` and ``rows`` have it."""
 
 
+class Constraints(NamedTuple):
+    """All of a structure that is no score: it determines which structures there are, up to parts of
+    score −inf. Integers are copied, since the caller may write into them.
+
+    >>> import structmax as sx
+    >>> three = Constraints.of(sx.KSubset(torch.zeros(2, 4), 2, lengths=torch.tensor([3, 4])))
+    >>> three.agree(Constraints.of(sx.KSubset(torch.zeros(2, 4), 2, lengths=torch.tensor([4, 4]))))
+    tensor([False,  True])
+    """
+
+    kind: type
+    options: dict[str, Any]
+    shapes: dict[str, torch.Size]
+    """The event shape of each tensor by its name, scores included."""
+    integers: dict[str, Tensor]
+    """Lengths, goals, targets and masks, each ``(*batch, *event)``."""
+
+    @classmethod
+    def of(cls, structure: Any) -> Constraints:
+        batch = structure.batch_shape
+        shapes, integers = {}, {}
+        with untransformed():  # a result may outlive the transform that it was found in
+            for name, (t, d) in structure._tensors().items():
+                shapes[name] = t.shape[t.dim() - d :]
+                if not t.is_floating_point():
+                    integers[name] = unwrapped(t).expand((*batch, *shapes[name])).clone()
+        options = {k: v for k, v in structure._options().items() if not isinstance(v, Tensor)}
+        return cls(type(structure), options, shapes, integers)
+
+    def agree(self, other: Constraints) -> Tensor | bool:
+        """Which items have the same constraints in both, ``(*batch)``; False if none can."""
+        if self[:3] != other[:3] or self.integers.keys() != other.integers.keys():
+            return False
+        same: Tensor | bool = True
+        for name, own in self.integers.items():
+            equal = own == other.integers[name].to(own.device)
+            dims = len(self.shapes[name])
+            same = same & (equal.flatten(equal.dim() - dims).all(-1) if dims else equal)
+        return same
+
+
 @dataclass(frozen=True)
 class SparseMAPResult:
     """A sparse distribution over structures, whose mean is the SparseMAP solution μ.
@@ -83,3 +127,5 @@ class SparseMAPResult:
     """Counts of the additional parts of each active structure, flattened, ``(*batch, k, e)``."""
     iterations: Tensor
     """How many times the oracle was asked for the best structure, ``(*batch)``, int64."""
+    _constraints: Constraints | None = field(default=None, repr=False, compare=False)
+    """Those of the structure that it is a result of, if they are known."""

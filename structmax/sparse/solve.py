@@ -18,7 +18,9 @@ O(KD + K²) for K active structures and D parts. It is constant as long as the f
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +30,7 @@ from torch import Tensor
 from structmax import checks
 from structmax.primitive import backend_for, is_plain, is_transforming
 from structmax.sparse import active_set, completion, conditional_gradient
-from structmax.sparse.result import Solution, SparseMAPResult
+from structmax.sparse.result import Constraints, Solution, SparseMAPResult
 from structmax.sparse.support import Oracle
 from structmax.structures.base import Structure
 from structmax.structures.parts import PartStructure
@@ -61,7 +63,8 @@ def sparsemap(
 
     def run(*plain: Tensor) -> Solution:
         same = structure._rebuild(**dict(zip(tensors, plain, strict=True))) if plain else structure
-        solution = _solve(same, method, max_iter, tol, init, penalize, watched)
+        start = None if init is None else _admitted(init, same)
+        solution = _solve(same, method, max_iter, tol, start, penalize, watched)
         if not watched or method != "active-set" or solution.whole:
             return solution
         theta = torch.cat(_flat(same._parts(), batch), -1)
@@ -73,7 +76,21 @@ def sparsemap(
     structure._refuse_infeasible("sparsemap", value, value)
     theta = _flat(parts, batch)
     answer = _attach(solution, theta, penalize == "all", method == "active-set")
-    return _result(solution, answer, batch, shapes, structure.dtype, parts[0].dtype)
+    found = _result(solution, answer, batch, shapes, structure.dtype, parts[0].dtype)
+    if torch.compiler.is_compiling():  # which returns tensors, but no types
+        return found
+    return dataclasses.replace(found, _constraints=Constraints.of(structure))
+
+
+def _admitted(init: SparseMAPResult, structure: PartStructure) -> SparseMAPResult:
+    """``init`` without the items that have other constraints now (lengths, say): what it holds of
+    them need not be structures any more, and the solvers trust what they start from."""
+    known = init._constraints
+    same = known is not None and known.agree(Constraints.of(structure))
+    if same is True:
+        return init
+    kept = torch.as_tensor(same, device=init.probs.device).unsqueeze(-1)
+    return dataclasses.replace(init, probs=torch.where(kept, init.probs.detach(), 0.0))
 
 
 def sparsemap_value(structure: Any, **options: Any) -> Tensor:
@@ -128,10 +145,16 @@ def sparsemap_oracle(
         argmax_fn: from scores ``(b, *parts)``, float64, to best structures z of the same shape, as
             0/1 or as counts. b is at most the size of the batch: items that are done are asked for
             no more. A function of two arguments also gets their numbers in the flattened batch,
-            ``(b)``
+            ``(b)``. Both are copies, so it may write into them
         scores: ``(*batch, *parts)``; a part of score −inf is forbidden
         batch_dims: how many dimensions the batch has
-        method, max_iter, tol, init: as for ``Structure.sparsemap``
+        method, tol: as for ``Structure.sparsemap``
+        max_iter: how often ``argmax_fn`` is called at most, but twice at least: the second call
+            finds the gap. ``iterations`` counts the calls that the method makes. What is left of
+            them serves derivatives of the active set, to find the rest of the optimal face
+        init: an earlier result for similar scores, to start from. Its structures need not be
+            structures any more, so a call for each, at scores of 1 for its parts and −1 for the
+            others, confirms it; one that is not returned then is dropped
 
     >>> def best_pair(scores):  # any two of n
     ...     return torch.zeros_like(scores).scatter(-1, scores.topk(2).indices, 1.0)
@@ -159,8 +182,10 @@ def sparsemap_oracle(
 
     def run(*plain: Tensor) -> Solution:
         (theta,) = plain or (given.detach(),)
-        oracle = _UserOracle(argmax_fn, event, torch.arange(len(theta), device=theta.device))
-        solution = _by_torch(method, oracle, theta, size, size, max_iter, tol, init)
+        items = torch.arange(len(theta), device=theta.device)
+        oracle = _UserOracle(argmax_fn, event, items, [max(max_iter, 2)])
+        start = None if init is None else _confirmed(init, oracle, theta)
+        solution = _by_torch(method, oracle, theta, size, size, int(oracle.left), tol, start)
         if not watched or method != "active-set":
             return solution
         return _completed(solution, oracle, theta, size, False)
@@ -169,6 +194,24 @@ def sparsemap_oracle(
     checks.feasible("sx", owner, torch.where(solution.gap.isnan(), -torch.inf, 0.0).reshape(batch))
     answer = _attach(solution, [given], False, method == "active-set")
     return _result(solution, answer, batch, [event], scores.dtype, wide.dtype)
+
+
+def _confirmed(init: SparseMAPResult, oracle: _UserOracle, theta: Tensor) -> SparseMAPResult:
+    """``init`` without what an oracle does not return at scores that only this structure maximises.
+    The method keeps two calls."""
+    if not len(theta):
+        return init
+    counts = init.structures.detach().reshape(len(theta), -1, theta.shape[1]).to(theta)
+    weights = init.probs.detach().reshape(len(theta), -1).to(theta)
+    found = torch.zeros_like(weights)
+    for k in (weights > 0).any(0).nonzero().squeeze(-1).tolist():
+        if oracle.left <= 2:
+            break
+        z = counts[:, k]
+        _, best = oracle(torch.where(theta == -torch.inf, theta, 2 * z - 1))
+        same = (best == z).all(-1) & (weights[:, k] > 0)
+        found[:, k] = torch.where(same, weights[:, k], 0.0)
+    return dataclasses.replace(init, probs=found.reshape(init.probs.shape))
 
 
 def projection(structure: PartStructure, point: Tensor, **options: Any) -> SparseMAPResult:
@@ -309,6 +352,7 @@ class _StructureOracle:
     """The argmax of a structure at other scores."""
 
     few = 128  # programs that run at once
+    left = math.inf
 
     def __init__(self, structure: PartStructure) -> None:
         self.structure = copy.copy(structure)
@@ -330,28 +374,35 @@ class _StructureOracle:
 
 
 class _UserOracle:
-    """A user's function."""
+    """A user's function, and how many calls of it are left, which ``keep`` shares."""
 
     few = 1
 
-    def __init__(self, function: Callable[..., Tensor], event: torch.Size, items: Tensor) -> None:
-        self.function, self.event, self.items = function, event, items
+    def __init__(
+        self, function: Callable[..., Tensor], event: torch.Size, items: Tensor, calls: list[int]
+    ) -> None:
+        self.function, self.event, self.items, self.calls = function, event, items, calls
+
+    @property
+    def left(self) -> float:
+        return self.calls[0]
 
     def __call__(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        given = scores.reshape(len(scores), *self.event)
-        items = (self.items,) if _wants_items(self.function) else ()
-        z = self.function(given, *items)
-        if not isinstance(z, Tensor) or z.shape != given.shape:
+        self.calls[0] -= 1
+        shape = len(scores), *self.event
+        items = (self.items.clone(),) if _wants_items(self.function) else ()
+        z = self.function(scores.reshape(shape).clone(), *items)  # which may write into them
+        if not isinstance(z, Tensor) or z.shape != shape:
             got = tuple(z.shape) if isinstance(z, Tensor) else type(z).__name__
             raise ValueError(
                 "sparsemap_oracle: argmax_fn must return structures of the shape of its scores, "
-                f"{tuple(given.shape)}, got {got}."
+                f"{shape}, got {got}."
             )
-        z = z.detach().reshape(scores.shape).to(scores)
+        z = z.detach().reshape(scores.shape).to(scores, copy=True)  # it may return one buffer
         return torch.where(z != 0, scores * z, 0.0).sum(-1), z
 
     def keep(self, index: Tensor) -> _UserOracle:
-        return _UserOracle(self.function, self.event, self.items[index])
+        return _UserOracle(self.function, self.event, self.items[index], self.calls)
 
 
 def _wants_items(function: Callable[..., Tensor]) -> bool:

@@ -13,10 +13,14 @@ from structmax.sparse.result import Solution
 class Oracle(Protocol):
     """What a solver asks: the best structure at given scores.
 
-    ``few``: on a GPU, so many items take it no longer than one.
+    ``few``: on a GPU, so many items take it no longer than one. ``left``: how often it may still be
+    called, which whoever calls it sees to.
     """
 
     few: int
+
+    @property
+    def left(self) -> float: ...
 
     def __call__(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Scores ``(b, D)`` of all parts to the best value ``(b)``, −inf if there is none, and to

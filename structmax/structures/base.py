@@ -327,12 +327,13 @@ class Structure(Distribution):
             method: ``"active-set"`` is exact, up to rounding, and ends by itself. ``"away"``,
                 ``"pairwise"`` and ``"frank-wolfe"`` are conditional-gradient methods: approximate,
                 the last one much slower to converge than the others
-            max_iter: how many times the best structure may be asked for at most. What is found by
-                then is returned; look at ``gap``
+            max_iter: how many times the best structure may be asked for at most, but at least two.
+                What is found by then is returned; ``gap`` says how good it is
             tol: stop once the duality gap is this small, relative to the number of parts of a
                 structure and to the spread of the scores of the active ones. By default 1e-10 for
                 the active set and 1e-6 for the others
-            init: an earlier result for similar scores, to start from
+            init: an earlier result for similar scores, to start from; of items that have other
+                lengths, targets or the like by now, nothing is used
             penalize: ``"primary"``: ½‖μ‖² is over the primary parts, those of z; ``"all"``: over
                 the additional parts (transitions, …) as well
 
