@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import warnings
 
 import numpy as np
@@ -14,6 +15,7 @@ from table import ROWS
 from torch.autograd import forward_ad
 
 import structmax as sx
+from structmax.sparse.consensus import Consensus
 
 f64 = torch.float64
 
@@ -98,6 +100,107 @@ def test_logic_against_enumeration(name: str) -> None:
     best = graph.argmax()
     assert best.exact and best.feasible
     assert math.isclose(float(best[ids] @ theta), float((z @ theta).max()), abs_tol=1e-9)
+
+
+def random_factor(graph: sx.FactorGraph, ids: torch.Tensor, rng: random.Random):  # type: ignore[no-untyped-def]
+    """Adds one, some of its ids negated. Returns its log-weight of all assignments of them."""
+    n = len(ids)
+    turned = torch.tensor([rng.random() < 0.3 for _ in range(n)])
+    turned &= graph._scores[0][ids] > -math.inf  # what is switched off cannot be negated
+    parts = torch.where(turned, ~ids, ids)
+    own = torch.tensor([rng.choice([0.0, rng.gauss(0, 1), -math.inf]) for _ in range(n)], dtype=f64)
+    kind = rng.choice(["count", "subset", "knapsack", "chain", "pairwise", "choice"])
+    score = lambda z: z.new_zeros(len(z))  # noqa: E731
+    if kind == "chain" and n in (2, 4, 6):
+        step = randn(2, 2).masked_fill(torch.rand(2, 2) < 0.2, -math.inf)
+        graph.factor(sx.LinearChain(torch.zeros(n // 2, 2, dtype=f64), step), parts.view(-1, 2))
+
+        def fits(z: torch.Tensor) -> torch.Tensor:
+            return (z.view(-1, n // 2, 2).sum(-1) == 1).all(-1)
+
+        def score(z: torch.Tensor) -> torch.Tensor:
+            tag = z.view(-1, n // 2, 2).argmax(-1)
+            return step[tag[:, :-1], tag[:, 1:]].sum(-1)
+    elif kind == "pairwise" and n > 1:
+        both = rng.choice([rng.gauss(0, 2), rng.gauss(0, 100), -math.inf])
+        graph.pairwise(parts[0], parts[1], torch.tensor(both, dtype=f64))
+        fits = lambda z: count(z) >= 0  # noqa: E731
+        score = lambda z: torch.where(z[:, 0] * z[:, 1] > 0, both, 0.0).to(f64)  # noqa: E731
+    elif kind == "choice":
+        graph.factor(sx.Choice(own), parts)
+        fits, score = lambda z: count(z) == 1, lambda z: torch.where(z > 0, own, 0.0).sum(-1)
+    elif kind == "knapsack":
+        weights, capacity = [rng.randint(0, 3) for _ in range(n)], rng.randint(0, 4)
+        graph.knapsack(parts, weights, capacity)
+        fits = lambda z: count(z * torch.tensor(weights)) <= capacity  # noqa: E731
+    else:
+        least = rng.choice([0, 1, rng.randint(0, n), n])
+        most = rng.choice([least, rng.randint(least, n)])
+        if kind == "subset":
+            graph.factor(sx.KSubset(torch.zeros(n, dtype=f64), (least, most)), parts)
+        else:
+            graph.budget(parts, most, least)
+        fits = lambda z: (count(z) >= least) & (count(z) <= most)  # noqa: E731
+
+    def log_weight(z: torch.Tensor) -> torch.Tensor:
+        z = (z[:, ids] - turned.to(f64)).abs()
+        return torch.where(fits(z), score(z), -math.inf)
+
+    return log_weight
+
+
+def random_graph(seed: int, loops: bool):  # type: ignore[no-untyped-def]
+    """A graph of up to nine variables in a tree, or with loops: all assignments, and the score of
+    each, −inf where it is impossible."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    n = rng.randint(2, 9)
+    theta = rng.choice([1.0, 10.0, 300.0]) * randn(n)
+    theta[torch.rand(n) < 0.05] = rng.choice([-math.inf, -1e4, 1e4])
+    graph, joined, parts = sx.FactorGraph(), [], list(range(n))
+    ids, z = graph.variables(theta), assignments(n)
+    rng.shuffle(parts)
+    total = torch.where(z > 0, theta, 0.0).sum(-1)
+    for _ in range(rng.randint(2, 5 if loops else 7)):
+        if loops:
+            some = rng.sample(range(n), rng.randint(1, min(n, 4)))
+        else:  # one variable of those before at most
+            fresh = [parts.pop() for _ in range(min(rng.randint(0, 4), len(parts)))]
+            some = fresh + ([rng.choice(joined)] if joined else [])
+            joined += fresh
+        if some:
+            total = total + random_factor(graph, ids[torch.tensor(some)], rng)(z)
+    return graph, z, total
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(500), pytest.param(range(500, 10_000), marks=pytest.mark.slow)], ids=str
+)
+def test_belief_propagation_on_trees_that_force_and_forbid(seeds: range) -> None:
+    """Factors that agree on what is forced, that contradict each other, and all between."""
+    impossible = 0
+    for seed in seeds:
+        graph, z, total = random_graph(seed, loops=False)
+        if total.max() == -math.inf:
+            impossible += 1
+            with pytest.raises(ValueError, match=r"contradict|allows no structure|needs"):
+                graph.marginals()
+            continue
+        wanted = total.softmax(0) @ z
+        found = graph.marginals().values
+        assert (found - wanted).abs().max() < 1e-8, (seed, found, wanted)
+    assert len(seeds) / 20 < impossible < len(seeds) / 2
+
+
+def test_what_two_factors_force_is_forced() -> None:
+    graph = sx.FactorGraph()
+    ids = graph.variables(torch.zeros(3))
+    graph.budget(ids[:2], 2, least=2)
+    graph.budget(ids[1:], 2, least=2)
+    assert graph.marginals()[ids].tolist() == [1, 1, 1]
+    graph.budget(ids[1:2], 0)
+    with pytest.raises(ValueError, match=r"marginals: the graph allows no .* variable [012] for"):
+        graph.marginals()
 
 
 def chain_graph(x: torch.Tensor, transition: torch.Tensor) -> torch.Tensor:
@@ -453,9 +556,11 @@ def test_rounding_decides_what_is_nearest_to_a_decision(monkeypatch) -> None:
     asked = []
 
     def solved(problem, max_iter, tol):  # type: ignore[no-untyped-def]
-        asked.append(problem.theta.sign().tolist())
-        values = torch.tensor(answers[len(asked) - 1], dtype=f64)
-        return sx.sparse.factor_graph.GraphResult(values, torch.tensor(0.0), 1), problem.theta[:0]
+        on, off = problem.held or (torch.zeros(4, dtype=torch.bool),) * 2
+        asked.append((on.long() - off.long()).flatten().tolist())
+        values = torch.tensor(answers[len(asked) - 1], dtype=f64).expand(problem.theta.shape)
+        residual = torch.zeros(problem.theta.shape[:-1])
+        return sx.sparse.factor_graph.GraphResult(values, residual, 1), problem.theta[:0]
 
     graph = sx.FactorGraph()
     graph.variables(torch.zeros(4))
@@ -463,6 +568,64 @@ def test_rounding_decides_what_is_nearest_to_a_decision(monkeypatch) -> None:
     best = graph.argmax()
     assert asked == [[0, 0, 0, 0], [0, 1, 0, 1], [-1, 1, 0, 1]]
     assert best.values.tolist() == answers[-1] and best.exact and best.feasible
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(100), pytest.param(range(100, 1000), marks=pytest.mark.slow)], ids=str
+)
+def test_argmax_is_feasible_where_something_is(seeds: range) -> None:
+    """In graphs with loops; else it warns, and says which items have been shown to have none."""
+    impossible = 0
+    for seed in seeds:
+        graph, z, total = random_graph(seed, loops=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                best = graph.argmax(max_iter=300)
+            except ValueError:  # a single factor allows nothing of what is not switched off
+                assert total.max() == -math.inf, seed
+                continue
+        (row,) = (z == best.values).all(-1).nonzero().flatten()
+        assert best.feasible == (total[row] > -math.inf) == (len(caught) == 0), seed
+        assert best.feasible == (total.max() > -math.inf), seed
+        if best.exact:
+            torch.testing.assert_close(total[row], total.max(), atol=1e-4, rtol=1e-4)
+        if not best.feasible:
+            impossible += 1
+            assert "there is none" in str(caught[0].message), seed
+    assert len(seeds) / 50 < impossible < len(seeds) / 2
+
+
+def test_argmax_does_not_solve_what_has_failed_again(monkeypatch) -> None:
+    """No two neighbours in an odd circle are equal: every relaxation is undecided throughout."""
+    calls, solve = [], Consensus.solve
+    monkeypatch.setattr(Consensus, "solve", lambda *args: calls.append(1) or solve(*args))
+    graph = sx.FactorGraph()
+    ids = graph.variables(torch.zeros(2, 15, dtype=f64), batch_dims=1)
+    graph.xor(torch.stack([ids, ids.roll(1)], -1))
+    with pytest.warns(RuntimeWarning, match="item 0 that every factor allows, there is none"):
+        best = graph.argmax(max_iter=300)
+    assert len(calls) <= 3 and not best.feasible.any()
+
+
+def test_argmax_turns_back_from_a_decision() -> None:
+    """Equal pairs in a circle may all be on or off; the last factor forbids the cheaper way."""
+    graph = sx.FactorGraph()
+    ids = graph.variables(torch.tensor([0.5, 0.4, 0.5, 0.4, -3.0], dtype=f64))
+    graph.implication(ids[:4], ids[:4].roll(1))
+    graph.budget(ids[:3], 2)
+    graph.or_(ids[[0, 4]])
+    best = graph.argmax()
+    assert best.values.tolist() == [0, 0, 0, 0, 1] and best.feasible
+
+
+def test_argmax_of_some_items_that_are_impossible() -> None:
+    graph = sx.FactorGraph()
+    ids = graph.variables(torch.tensor([[1.0, 2.0, -math.inf], [1.0, 2.0, 3.0]]), batch_dims=1)
+    graph.budget(ids[1:], 2, least=1)
+    graph.factor(sx.KSubset(torch.zeros(3), (3, 3)).expand((2,)), ids)
+    with pytest.raises(ValueError, match="item 0 allows no structure"):
+        graph.argmax()
 
 
 @pytest.mark.parametrize("score", [-1e6, -1e3, -50.0, 50.0, 1e3, 1e6])

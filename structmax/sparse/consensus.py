@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from structmax import checks
 from structmax.primitive import is_transforming
 from structmax.sparse.factors import Factor
 from structmax.sparse.solve import Untracked
@@ -39,7 +41,22 @@ class Consensus:
         self.degree = torch.bincount(self.which, minlength=theta.shape[-1]).to(theta.dtype)
         self.sign = torch.where(self.negated, -1.0, 1.0).to(theta)
         self.forbidden = theta.detach() == -math.inf
+        self.held: tuple[Tensor, Tensor] | None = None
         self.off = self.forbidden[..., self.which]
+
+    def pick(self, items: list[int]) -> Consensus:
+        """The problem of some items, given by their numbers in the flattened batch, ``(b)``."""
+        batch = self.theta.shape[:-1]
+        where = torch.unravel_index(torch.tensor(items, device=self.theta.device), batch or (1,))
+        theta, curvature = (t if batch else t[None] for t in (self.theta, self.curvature))
+        factors = [f.pick(where, len(batch)) for f in self.factors]
+        return Consensus(theta[where], factors, curvature[where])
+
+    def holding(self, on: Tensor, off: Tensor) -> Consensus:
+        """The same problem with some variables held on and some off, ``(*batch, V)`` each."""
+        new = copy.copy(self)
+        new.held, new.off = (on, off), self.off | self._parts_of(on, off)[1]
+        return new
 
     def _turned(self, parts: Tensor) -> Tensor:
         return torch.where(self.negated, 1 - parts, parts)
@@ -55,6 +72,9 @@ class Consensus:
         mu = total / torch.where(weight > 0, weight, 1.0)
         free = torch.where(self.curvature > 0, mu.clamp(0, 1), (theta > 0).to(mu))
         mu = torch.where(self.degree > 0, mu, free)
+        if self.held is not None:
+            on, off = self.held
+            mu = torch.where(off, 0.0, torch.where(on, 1.0, mu))
         return torch.where(self.forbidden, 0.0, mu)
 
     def agreed(self, mu: Tensor, u: Tensor) -> Tensor:
@@ -169,29 +189,79 @@ class Consensus:
             allowed, gap = allowed & fits, gap + lost
         return allowed, gap
 
+    @torch.no_grad()
+    def implied(self, on: Tensor, off: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Which variables must be on and off where some are, ``(*batch, V)`` each, as far as every
+        factor for itself can tell, and which items ``(*batch)`` are thereby impossible.
+
+        In a tree that is all there is to tell: any value that is left belongs to an assignment.
+        """
+        asked: list[Any] = [None] * len(self.factors)
+        must: list[Any] = [None] * len(self.factors)
+        while self.factors:
+            each = (self._each(x) for x in self._parts_of(on, off))
+            for i, (factor, *fixed) in enumerate(zip(self.factors, *each, strict=True)):
+                if asked[i] is None or not all(map(torch.equal, asked[i], fixed)):
+                    can_on, can_off = factor.possible(*fixed)
+                    asked[i], must[i] = fixed, (~can_off, ~can_on)
+            told = self._turned_pair(*(torch.cat(x, -1) for x in zip(*must, strict=True)))
+            more_on, more_off = (self._total(x.to(self.theta)) > 0 for x in told)
+            more = ((more_on & ~on) | (more_off & ~off)) & ~(on & off).any(-1, keepdim=True)
+            if not bool(more.any()):
+                break
+            on, off = on | (more & more_on), off | (more & more_off)
+        return on, off, (on & off).any(-1)
+
+    def _parts_of(self, on: Tensor, off: Tensor) -> tuple[Tensor, Tensor]:
+        """Which parts are on and off, ``(*batch, T)``, where these variables are."""
+        return self._turned_pair(on[..., self.which], off[..., self.which])
+
+    def _turned_pair(self, on: Tensor, off: Tensor) -> tuple[Tensor, Tensor]:
+        """On and off exchanged where a part is negated."""
+        return torch.where(self.negated, off, on), torch.where(self.negated, on, off)
+
     def propagate(self, rounds: int, damping: float, tol: float, dtype: torch.dtype) -> GraphResult:
-        """Beliefs after so many rounds of messages, as log-odds in both directions."""
+        """Beliefs after so many rounds of messages, as log-odds in both directions.
+
+        What is forced or impossible is found out first, exactly. So messages are about undecided
+        variables alone, and all of them are finite.
+        """
         from structmax.sparse.factor_graph import GraphResult
 
-        theta = torch.where(self.forbidden, 0.0, self.theta)
+        on, off, impossible = self.implied(torch.zeros_like(self.forbidden), self.forbidden)
+        if checks.can_look() and bool(impossible.any()):
+            raise ValueError(_contradiction("marginals", impossible, on & off))
+        fixed, (parts_on, parts_off) = on | off, self._parts_of(on, off)
+        theta, decided = torch.where(fixed, 0.0, self.theta), parts_on | parts_off
         messages = theta.new_zeros(*theta.shape[:-1], len(self.which))
         moved, count = theta.new_zeros(theta.shape[:-1]), 0
         while self.factors and count < rounds:
             count += 1
             total = theta.index_add(-1, self.which, self.sign * messages)
             incoming = self.sign * total[..., self.which] - messages
-            scores = torch.where(self.off, -math.inf, incoming)
-            pairs = zip(self.factors, self._each(scores), strict=True)
-            odds = torch.cat([incoming[..., :0], *[f.log_odds(x) for f, x in pairs]], -1)
-            new = torch.where(self.off, 0.0, odds - incoming)
+            each = (self._each(x) for x in (incoming, parts_on, parts_off))
+            odds = [f.log_odds(*x) for f, *x in zip(self.factors, *each, strict=True)]
+            new = torch.where(decided, 0.0, torch.cat([incoming[..., :0], *odds], -1) - incoming)
             new = damping * messages + (1 - damping) * new
             moved = (new - messages).detach().abs().amax(-1)
             messages = new
             if bool((moved <= tol).all()):
                 break
         total = theta.index_add(-1, self.which, self.sign * messages)
-        beliefs = torch.where(self.forbidden, 0.0, total.sigmoid())
+        beliefs = torch.where(fixed, on.to(total), total.sigmoid())
+        beliefs = torch.where(impossible[..., None], math.nan, beliefs)
         return GraphResult(beliefs.to(dtype), moved, count)
+
+
+def _contradiction(query: str, impossible: Tensor, both: Tensor) -> str:
+    """What is wrong with the first item that is impossible, of which variables must be both."""
+    item = tuple(impossible.nonzero()[0].tolist()) if impossible.dim() else ()
+    name = f"item {item[0] if len(item) == 1 else item}" if item else "the graph"
+    return (
+        f"FactorGraph.{query}: {name} allows no assignment: the factors and switched-off (-inf) "
+        f"variables contradict each other, at variable {int(both[item].nonzero()[0])} for example. "
+        "Remove a factor, or forbid less."
+    )
 
 
 class _Face:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,17 +16,15 @@ from structmax import checks
 from structmax.smoothing import Shannon
 from structmax.sparse.consensus import Consensus
 from structmax.sparse.factors import Factor, Logic, Pair, knapsack_forest
+from structmax.sparse.rounding import APART, SETTLED, assign
 from structmax.structures.base import Structure
 from structmax.structures.grid_path import FreeGridPath
 from structmax.structures.hyperpath import Hyperpath
 
 LARGE = 50.0  # what scores are scaled down to: with larger ones LP-SparseMAP takes many steps
-FIXED = 4.0  # a score that fixes a variable where all others are at most 1
 CERTAIN = 1e-5  # of the largest score: rounding
 BEYOND = 30.0  # so many times as large as the rest, a score is a mask: more of it changes nothing
 FAR = 1000.0  # the same where the rest is less than a quarter, of which some may be small by chance
-APART = 1e-3  # a residual that is no matter of digits
-
 
 Result = TypeVar("Result", bound="GraphResult")
 
@@ -313,37 +312,55 @@ class FactorGraph:
     def argmax(self, max_iter: int = 5000, tol: float = 1e-6) -> Assigned:
         """A good 0/1 assignment, by rounding ``lp_map``: the best one where that is 0/1 already.
 
-        Otherwise the variable that is nearest to a decision is fixed, and the rest is solved again,
-        so often that all are decided. ``exact`` says which items are known to be optimal, since
-        their score is the upper bound, ``feasible`` which assignments every factor allows. Warns
-        as ``sparsemap`` does where one is not.
+        Otherwise what the relaxation has settled is decided, with the variable that is nearest to
+        a decision, and the rest is solved again, so often that all are decided. Decisions that
+        contradict each other are reversed, up to a number of steps that grows with the graph.
+        ``exact`` says which items are known to be optimal, since their score is the upper bound,
+        ``feasible`` which assignments every factor allows. Warns where one is not.
         """
         _check_steps("argmax", max_iter, tol)
+        impossible = torch.zeros((), dtype=torch.bool)
+
+        def solve(problem: Consensus) -> Assigned:
+            nonlocal impossible
+            answer, impossible = self._rounded(problem, max_iter, tol)
+            return answer
+
         with torch.no_grad():
-            answer = self._solved("argmax", lambda p: self._rounded(p, max_iter, tol))
+            answer = self._solved("argmax", solve)
         if not bool(answer.feasible.all()):
-            _warn_apart("argmax", answer, tol)
+            _warn_infeasible(answer, impossible, self._steps())
         return answer
 
-    def _rounded(self, problem: Consensus, max_iter: int, tol: float) -> Assigned:
+    def _steps(self) -> int:
+        """How many steps the search for an assignment makes at most."""
+        return 200 + 4 * self._count
+
+    def _rounded(self, problem: Consensus, max_iter: int, tol: float) -> tuple[Assigned, Tensor]:
+        """An assignment, and which items have been shown to have none, ``(*batch)``."""
+        nothing = torch.zeros_like(problem.forbidden)
+        _, _, impossible = problem.implied(nothing, problem.forbidden)
+        if impossible.numel() and bool(impossible.all()):  # spares the relaxation
+            z = (problem.theta > 0).to(self._scores[0].dtype)
+            residual = torch.full_like(problem.theta[..., 0], math.inf)
+            return Assigned(z, residual, 0, ~impossible, ~impossible), impossible
         first, y = self._lp_map(problem, max_iter, tol)
-        answer = first
-        for _ in range(self._count):
-            undecided = _undecided(answer.values)
-            if not bool(undecided.any()):
-                break
-            certainty = torch.where(undecided, (answer.values - 0.5).abs(), -1.0)
-            next_one = torch.zeros_like(undecided).scatter(
-                -1, certainty.argmax(-1, keepdim=True), True
-            )
-            fixed = ~undecided | next_one
-            push = torch.where(answer.values >= 0.5, FIXED, -FIXED) * fixed
-            pushed = Consensus(problem.theta + push, problem.factors, problem.curvature)
-            answer, _ = self._lp_map(pushed, max_iter, tol)
-        z = (answer.values >= 0.5).to(answer.values.dtype)
+        z = (first.values >= 0.5).to(first.values)
         feasible, gap = problem.judge(y, z.double())
+        undecided = ((first.values - z).abs() > SETTLED).any(-1)
+        items = (undecided | ~feasible).flatten().nonzero().flatten().tolist()
+        if items:
+            found, none = assign(
+                problem.pick(items),
+                first.values.reshape(-1, self._count)[items],
+                lambda p: self._lp_map(p, max_iter, tol)[0],
+                self._steps(),
+            )
+            z.view(-1, self._count)[items] = found
+            impossible.view(-1)[items] = none
+            feasible, gap = problem.judge(y, z.double())
         exact = feasible & (gap <= CERTAIN)
-        return Assigned(z, first.residual, first.iterations, exact, feasible)
+        return Assigned(z, first.residual, first.iterations, exact, feasible), impossible
 
     def marginals(self, rounds: int = 100, damping: float = 0.0, tol: float = 1e-9) -> GraphResult:
         """P(variable is on), by sum-product belief propagation.
@@ -471,10 +488,6 @@ def _whole(number: Any) -> int:
     return value
 
 
-def _undecided(values: Tensor) -> Tensor:
-    return (values - values.round()).abs() > 1e-3
-
-
 def _bound(size: Tensor, least: Tensor) -> Tensor:
     """Where scores of size ``(*batch, V)`` fall into some of a size and others far beyond it: what
     is enough for those, ``(*batch)``, inf where there are none. ``least`` is a size that counts
@@ -539,6 +552,26 @@ def _warn_apart(query: str, answer: GraphResult, tol: float) -> None:
     warnings.warn(
         f"FactorGraph.{query}: {text}or the factors contradict each other, so that no point fits "
         "them all.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def _warn_infeasible(answer: Assigned, impossible: Tensor, steps: int) -> None:
+    """Warns of the first item whose assignment some factor does not allow."""
+    if not checks.can_look():
+        return
+    item = tuple(int(i) for i in (~answer.feasible).nonzero()[0])
+    where = f" of item {item[0] if len(item) == 1 else item}" if item else ""
+    reason = (
+        "there is none: the factors contradict each other"
+        if bool(impossible[item])
+        else f"none was found in {steps} steps. Perhaps the factors contradict each other, or the "
+        "search needs to be made easier by fewer or larger factors"
+    )
+    warnings.warn(
+        f"FactorGraph.argmax: after a search for an assignment{where} that every factor allows, "
+        f"{reason}. Its values are rounded only.",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -24,7 +24,7 @@ from structmax.structures.dynamic import DynamicStructure
 from structmax.structures.ksubset import KSubset
 from structmax.structures.lengths import full
 
-HARD = 1e5  # log-odds of what cannot be otherwise: more than scores make up for
+CLEAR = 40.0  # in log-weight: e⁻⁴⁰ of a sum is below the rounding of float64
 
 
 class Factor:
@@ -52,18 +52,69 @@ class Factor:
         self._last = solved if not torch.is_grad_enabled() else self._last
         return solved.marginals.reshape(points.shape)
 
-    def log_odds(self, scores: Tensor) -> Tensor:
-        """log p/(1 − p) of the parts under the Gibbs distribution, in float64."""
+    def possible(self, on: Tensor, off: Tensor) -> tuple[Tensor, Tensor]:
+        """Which parts may be on and which may be off, ``(*batch, T)`` each, given those that are:
+        exactly, whatever the scores. Of a factor that has no such structure, none."""
+        given, shape = on.shape, (*self.structure.batch_shape, *self.structure.event_shape)
+        on, off = on.reshape(shape), off.reshape(shape)
+        can_on, can_off = torch.zeros_like(on), torch.zeros_like(on)
+        for side, sign in ((can_on, 1.0), (can_off, -1.0)):
+            while True:  # the best structure has as many as can be of what has not been seen
+                left = ~(on | off | side)
+                z, fits = self._within(on, off, sign * left)
+                can_on |= fits & z
+                can_off |= fits & ~z
+                if not bool((left & side).any()):
+                    break
+        return can_on.reshape(given), can_off.reshape(given)
+
+    def _within(self, on: Tensor, off: Tensor, gains: Tensor) -> tuple[Tensor, Tensor]:
+        """The best structure with some parts on and some off, at gains from −1 to 1, and whether
+        there is one, bool ``(*batch, *factors, *parts)``."""
+        event = len(self.structure.event_shape)
+        forced = (self.structure.event_shape.numel() + 1.0) * on  # more than all gains together
+        gains = torch.where(off, -math.inf, forced + gains).double()
+        parts = self.structure._with_gains(gains)._parts()
+        value, counts = self.structure._argmax_parts(parts)
+        z = counts[0] > 0
+        fits = (value > -math.inf) & (z | ~on).flatten(-event).all(-1)
+        return z, fits[(..., *[None] * event)]
+
+    def log_odds(self, scores: Tensor, on: Tensor, off: Tensor) -> Tensor:
+        """log p/(1 − p) of the parts under the Gibbs distribution of the structures that have some
+        parts ``on`` and some ``off``, in float64; 0 of these. The others must be undecided:
+        ``possible`` either way."""
+        shape = (*self.structure.batch_shape, *self.structure.event_shape)
+        free = ~(on | off).reshape(shape)
+        scores = torch.where(off, -math.inf, torch.where(on, self._lift(scores, on, off), scores))
         structure = self._at(scores)
         given = p = structure.marginals().double()
-        usable = structure._usable_parts() & (structure.primary.detach() > -math.inf)
-        sharp = usable & ((p.detach() > 1 - 1e-6) | (p.detach() < 1e-290))
-        p = torch.where(usable & ~sharp, p, 0.5)
-        odds = torch.where(usable, p.log() - (1 - p).log(), -HARD)
+        # p is right in its relative error; of subsets, only in its absolute error
+        least = 1e-6 if isinstance(self.structure, KSubset) else 1e-290
+        sharp = free & ((p.detach() > 1 - 1e-6) | (p.detach() < least))
+        p = torch.where(free & ~sharp, p, 0.5)
+        odds = p.log() - (1 - p).log()
         if bool(sharp.any()):
             odds = odds.masked_scatter(sharp, _sharp_odds(structure, sharp))
         odds = torch.where(given.isnan(), given, odds)  # of an item without a structure
         return odds.reshape(scores.shape)
+
+    @torch.no_grad()
+    def _lift(self, scores: Tensor, on: Tensor, off: Tensor) -> Tensor:
+        """The score, the same for all parts of a structure that are on, at which structures without
+        one of them weigh nothing: their sum is at most A at score 0, that of the others at least
+        the weight of any one of them."""
+        if not bool(on.any()):
+            return torch.zeros_like(scores)
+        shape, event = self.structure.batch_shape, self.structure.event_shape
+        scores = torch.where(on, 0.0, scores)
+        base = self._at(torch.where(off, -math.inf, scores))
+        size = scores.abs().amax(-1, keepdim=True).clamp(min=1e-300)
+        whole = (*shape, *event)
+        gains = (scores / size).reshape(whole)
+        z, _ = self._within(on.reshape(whole), off.reshape(whole), gains)
+        more = base.log_partition() - base.score(z.to(scores)) + CLEAR
+        return more[(..., *[None] * len(event))].expand(whole).reshape(scores.shape)
 
     def judge(self, scores: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         """Whether 0/1 values of the parts ``(*batch, T)`` are structures, ``(*batch)``, and by how
@@ -115,6 +166,14 @@ class Factor:
                 return None
         return new
 
+    def pick(self, where: tuple[Tensor, ...], batch_dims: int) -> Self:
+        """The factors of some items of the batch, indexed by ``where``."""
+        new, structure = copy.copy(self), self.structure
+        if not batch_dims:
+            structure = structure.expand((1, *structure.batch_shape))
+        new.structure, new._last = structure[where], None
+        return new
+
     def tensors(self) -> dict[str, Tensor]:
         return {name: t for name, (t, _) in self.structure._tensors().items()}
 
@@ -151,6 +210,17 @@ class Logic(Factor):
                 f"on, but only {int(left[where])} are not switched off (-inf). Switch off fewer."
             )
 
+    def possible(self, on: Tensor, off: Tensor) -> tuple[Tensor, Tensor]:
+        n = self.structure.event_shape[0]
+        chosen, left = (x.unflatten(-1, (-1, n)) for x in (on, ~off))
+        least, most = chosen.sum(-1, keepdim=True), left.sum(-1, keepdim=True)
+        fits = (
+            (least <= self._most) & (most >= self._least) & ~(chosen & ~left).any(-1, keepdim=True)
+        )
+        can_on = fits & left & (chosen | (least < self._most))
+        can_off = fits & ~chosen & (~left | (most > self._least))
+        return can_on.reshape(on.shape), can_off.reshape(off.shape)
+
     def scaled(self, by: Tensor) -> Self | None:
         return self
 
@@ -178,8 +248,8 @@ def _like(mask: Tensor, z: Tensor) -> Tensor:
 def _sharp_odds(structure: Any, sharp: Tensor) -> Tensor:
     """log p/(1 − p) of some parts, a mask ``(*batch, *parts)``, where p is 0 or 1 but for rounding.
 
-    It is the log-partition of the structures with the part, to which a very high score confines
-    them, less that of the structures without it.
+    It is the log-partition of the structures with the part, less that of those without it. A score
+    at which the others weigh nothing confines them to the first.
     """
     count = len(structure.batch_shape)
     where = sharp.nonzero(as_tuple=True)
@@ -187,14 +257,12 @@ def _sharp_odds(structure: Any, sharp: Tensor) -> Tensor:
     primary = items.primary
     this = torch.zeros_like(primary, dtype=torch.bool)
     this[(torch.arange(len(this), device=this.device), *where[count:])] = True
-    size = torch.where(primary.isfinite(), primary, 0.0).detach().abs().flatten(1).sum(-1)
-    high = HARD + 4 * size  # (k)
+    with torch.no_grad():
+        high = items.log_partition() - structure.max_marginals()[sharp] + CLEAR  # (k)
     raised = torch.where(this, primary + high[(..., *[None] * (this.dim() - 1))], primary)
     with_it = items._replace_primary(raised).log_partition()
     without = items._replace_primary(torch.where(this, -math.inf, primary)).log_partition()
-    always = without == -math.inf
-    odds = with_it.double() - high - torch.where(always, 0.0, without).double()
-    return torch.where(always, HARD, odds)
+    return with_it.double() - high - without.double()
 
 
 @family
