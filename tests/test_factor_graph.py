@@ -675,6 +675,18 @@ def test_batch_is_item_by_item() -> None:
         torch.testing.assert_close(whole, torch.stack(items), atol=1e-6, rtol=0)
 
 
+def test_answers_are_indexed_with_ids_or_a_mask_of_all_variables() -> None:
+    graph = sx.FactorGraph()
+    ids = graph.variables(torch.tensor([[1.0, -1.0, 2.0]] * 2), batch_dims=1)
+    best = graph.argmax()
+    assert best[ids < 2].tolist() == [[1, 0]] * 2
+    assert best[torch.tensor([False, True, False])].tolist() == [[0]] * 2
+    assert best[~ids[:2]].tolist() == [[0, 1]] * 2
+    for wrong in (torch.tensor([True, False]), torch.zeros(2, 3) > 0, ids.float(), 1):
+        with pytest.raises(ValueError, match="ids that variables"):
+            best[wrong]
+
+
 def test_switched_off_variables() -> None:
     theta = torch.tensor([1.0, -math.inf, 0.5], dtype=f64, requires_grad=True)
     graph, ids = sx.FactorGraph(), None

@@ -40,14 +40,22 @@ class GraphResult:
     iterations: int
 
     def __getitem__(self, ids: Tensor) -> Tensor:
-        """The values of some variables, ``(*batch, *ids.shape)``; ``~ids`` are their negations."""
-        return _read(self.values, ids)
+        """The values of some variables, ``(*batch, *ids.shape)``; ``~ids`` are their negations.
 
-
-def _read(values: Tensor, ids: Tensor) -> Tensor:
-    positive = torch.where(ids < 0, ~ids, ids)
-    found = values[..., positive]
-    return torch.where(ids < 0, 1 - found, found)
+        A mask of all variables ``(V,)`` selects those that it marks, ``(*batch, number)``.
+        """
+        count = self.values.shape[-1]
+        if isinstance(ids, Tensor) and ids.dtype == torch.bool and ids.shape == (count,):
+            return self.values[..., ids]
+        if not checks.holds_integers(ids):
+            got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else repr(ids)
+            raise ValueError(
+                f"{type(self).__name__}: index it with a tensor of the ids that variables() "
+                f"returned, or with a mask ({count},) of all variables, got {got}."
+            )
+        positive = torch.where(ids < 0, ~ids, ids)
+        found = self.values[..., positive]
+        return torch.where(ids < 0, 1 - found, found)
 
 
 class FactorGraph:
