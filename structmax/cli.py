@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from structmax import __version__
-from structmax.data.folder import LONGEST_LINE, DataWarning
+from structmax.data.folder import LONGEST_LINE, DataWarning, find_data
 from structmax.train import run as runs
 from structmax.train import tasks
 from structmax.train.config import TrainConfig, from_dict, read_toml, types_of
@@ -159,8 +159,12 @@ for _name in tasks.names():
 
 @app.command()
 def evaluate(
+    ctx: typer.Context,
     run: Run,
     split: Annotated[Literal["valid", "test"], typer.Option(help="What to measure on.")] = "test",
+    file: Annotated[
+        str | None, typer.Option(help="Measure on this file instead, in the corpus's format.")
+    ] = None,
     data: Annotated[str | None, typer.Option(help="Folder of data sets, if it has moved.")] = None,
     device: Device = "auto",
 ) -> None:
@@ -168,6 +172,8 @@ def evaluate(
     from structmax.train.distributed import workers
     from structmax.train.measure import measure
 
+    if file is not None and _was_given(ctx, "split"):
+        raise UserError("--file and --split exclude each other.")
     with workers(device) as crew:
         trained = runs.load(run, crew.device)
         config = trained.config
@@ -177,12 +183,24 @@ def evaluate(
             moved: dict[str, Any] = {"data": data}
             config = replace(config, **moved)
             config.check_data()
-        examples = getattr(runs.data(run, trained.task, config), split)
+        if file is None:
+            source = {"split": split}
+            examples = getattr(runs.data(run, trained.task, config), split)
+        else:
+            source = {"file": file}
+            with as_user_error():
+                path = find_data(file, getattr(config, "data", None))
+                examples = trained.task.read(path, config)
         if not len(examples):
-            raise UserError(f"task {trained.task.name} has no {split} split here.")
+            what = (
+                f"{file} has no examples"
+                if file
+                else f"task {trained.task.name} has no {split} split here"
+            )
+            raise UserError(f"{what}.")
         found = measure(trained.task, trained.model, examples, trained.config, crew)
         if crew.first:
-            result = {"task": trained.task.name, "step": trained.step, "split": split, **found}
+            result = {"task": trained.task.name, "step": trained.step, **source, **found}
             _print(to_json(result, indent=1))
 
 

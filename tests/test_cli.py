@@ -98,6 +98,31 @@ def test_evaluate(call, trained: Path) -> None:
     assert json.loads(out)["f1"] == pytest.approx(result["valid"]["f1"])
 
 
+def test_evaluate_a_file_without_the_data(
+    call, refused, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(trained, tmp_path / "run")
+    config = (folder / "config.toml").read_text().replace('train_file = ""', 'train_file = "gone"')
+    (folder / "config.toml").write_text(config)
+    refused("evaluate", folder, words=["there is no gone"])
+    path = tmp_path / "other.tsv"
+    listops.write(path, listops.generate(10, seed=1_000_003, max_depth=3))
+    code, out, _ = call("evaluate", folder, "--file", path)
+    found = json.loads(out)
+    assert code == 0 and found["file"] == str(path) and "split" not in found
+    assert 0 <= found["accuracy"] <= 1 and 0 <= found["f1"] <= 1
+    monkeypatch.setenv("STRUCTMAX_DATA", str(tmp_path))
+    assert json.loads(call("evaluate", folder, "--file", "other.tsv")[1])["f1"] == found["f1"]
+    refused("evaluate", folder, "--file", path, "--split", "test", words=["exclude each other"])
+    refused("evaluate", folder, "--file", "none.tsv", words=["there is no none.tsv"])
+    path.write_text("x\n")
+    refused("evaluate", folder, "--file", path, words=["other.tsv:1"])
+    path.write_text("")
+    refused("evaluate", folder, "--file", path, words=["other.tsv has no examples"])
+    assert call(*TOY, "--out", tmp_path / "toy")[0] == 0
+    refused("evaluate", tmp_path / "toy", "--file", path, words=["task toy reads no files"])
+
+
 def standard_input(*chunks: bytes, before: Callable[[int], None] = lambda i: None):
     """A stand-in for ``sys.stdin`` in another encoding, whose bytes come in chunks."""
 

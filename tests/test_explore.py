@@ -7,11 +7,13 @@ import importlib.util
 import re
 import socket
 import statistics
+import sys
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -21,6 +23,7 @@ import torch
 from explorer import explorer, train
 
 import structmax as sx
+from structmax.data import listops
 from structmax.explore import dtw, estimators, html, pages, simplex, structures
 from structmax.explore.catalogue import KINDS, RANGE, problem, words_of
 
@@ -29,7 +32,8 @@ pytest.importorskip("safetensors")
 
 from structmax.cli import main
 from structmax.explore import model, serve
-from structmax.train import UserError
+from structmax.train import UserError, tasks
+from structmax.train import run as runs
 
 LONG = "a b c d e f g h i j k l m n o"
 
@@ -191,9 +195,72 @@ def test_a_model_draws_what_it_predicts(run: Path) -> None:
     assert html.message("write something.") in pages.view("model", {"run": str(run), "line": " "})
     broken = pages.view("model", {"run": str(run), "line": "<script>"})
     assert "sx-message" in broken and "<script" not in broken
-    assert model.example(str(run)) == model.LISTOPS
     long = pages.view("model", {"run": str(run), "line": "[MAX 2 ]" * 1000})
     assert "letters, got 8000" in long and not pictures(long)
+    known = listops.parse(line).label
+    for value, said in [(known, "right"), ((known + 1) % 10, "wrong")]:
+        found = model.answer(str(run), line)
+        told = {**found, "value": value, "right": value == known}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model, "answer", lambda run, line, told=told: told)
+            page = pages.view("model", {"run": str(run), "line": line})
+        assert f'data-name="the answer is">{said}<' in page
+        assert "dashed: nodes that they do not" in page
+
+
+@pytest.mark.parametrize("name", [n for n in tasks.names() if n != "induce"])
+def test_a_model_of_every_task_has_an_example_and_a_legend(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = tasks.by_name(name)
+    small = {"examples": 8, "valid_examples": 2, "test_examples": 2, "hidden_size": 8, "k": 2}
+    known = {f.name for f in fields(task.config)}
+    config = task.config(**{key: value for key, value in small.items() if key in known})
+    task.data(config)
+    if name == "align":
+        task.facts |= {"method": "dtw", "gamma": 1.0}
+    trained = runs.Trained(task, config, task.model(config).eval(), 1)
+    monkeypatch.setattr(model, "trained", lambda run: trained)
+    line = model.example("run")
+    assert line.strip()
+    page = pages.view("model", {"run": "run", "line": line})
+    assert ("<svg" in page) == any(html.escape(text) in page for text in model.LEGENDS.values())
+
+
+def test_samples_are_drawn_again_by_a_button() -> None:
+    ui = pytest.importorskip("marimo").ui
+    kind = next(iter(KINDS))
+    values = {"kind": kind, "text": KINDS[kind].text}
+    button = pages.controls("structures", 2, ui, values)["seed"]
+    assert isinstance(button, ui.button) and button.value == 0
+    button._update(None)
+    button._update(None)
+    assert button.value == 2
+
+
+@pytest.mark.parametrize("port", [0, None])
+def test_prints_where_it_listens(monkeypatch: pytest.MonkeyPatch, capsys, port: int | None) -> None:
+    """Of port 0 too, which means any that is free."""
+    pytest.importorskip("marimo")
+    commands: list[list[str]] = []
+
+    def listen(*given: Any, **named: Any) -> None:
+        commands.append([*sys.argv])
+        at = int(sys.argv[sys.argv.index("--port") + 1])
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", at))
+            server.listen()
+            printed = ""
+            until = time.monotonic() + 30
+            while not printed and time.monotonic() < until:
+                time.sleep(0.05)
+                printed = capsys.readouterr().out
+            assert printed.startswith(f"http://127.0.0.1:{at}/?access_token=") and at > 0
+
+    monkeypatch.setattr(serve.runpy, "run_module", listen)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    serve.serve(port, "structures", None, False)
+    assert len(commands) == 1
 
 
 @pytest.mark.parametrize("name", pages.NAMES)

@@ -240,7 +240,7 @@ def test_estimators(visit: Visit, width: int) -> None:
 def test_model(visit: Visit, run: Path, width: int) -> None:
     page = visit("model", width)
     shown = page.locator(".sx-title")
-    playwright.expect(shown).to_have_text(model.answer(str(run), model.LISTOPS)["text"])
+    playwright.expect(shown).to_have_text(model.answer(str(run), model.EXAMPLES["listops"])["text"])
     keep(page, f"model-{width}")
     field = page.locator("marimo-text input")
     field.fill(LINE)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ pytest.importorskip("typer")
 pytest.importorskip("safetensors")
 pytest.importorskip("conllu")
 
+from structmax.data.folder import DataWarning
 from structmax.train import UserError, tasks
 from structmax.train.config import from_dict
 from structmax.train.tasks.vocabulary import Vocabulary, fill
@@ -106,6 +109,68 @@ def test_a_step_and_its_answers(name: str, options: dict[str, Any]) -> None:
             next(found)
         with pytest.raises(ValueError, match=r"expected|must be"):
             next(task.predict(model, [""]))
+
+
+FILES = {
+    "parse": ("conllu", "1\ta\t_\tX\t_\t_\t0\troot\t_\t_\n"),
+    "tag": ("conllu", "1\ta\t_\tX\t_\t_\t0\troot\t_\t_\n"),
+    "semdep": ("conllu", "1\ta\t_\tX\t_\t_\t0\troot\t0:root\t_\n"),
+    "sst": ("txt", "(3 (2 a) (3 b))\n"),
+    "explain": ("txt", "(3 (2 a) (3 b))\n"),
+    "nli": ("tsv", "premise\thypothesis\tlabel\na b\ta\t0\n"),
+    "seq2seq": ("de", "ein Wort\n"),
+    "listops": ("tsv", "9\t( ( ( [MAX 2 ) 9 ) ] )\n"),
+    "align": ("ts", f"@classLabel true one two\n@data\n{','.join('1' * 24)}:two\n"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_measured_without_the_data(tmp_path: Path, name: str) -> None:
+    """Its examples are of the kind that the data have, and only facts are needed of those."""
+    kind, text = FILES[name]
+    path = tmp_path / f"file.{kind}"
+    path.write_text(text)
+    (tmp_path / "file.en").write_text("a word\n")
+    task, other = tasks.by_name(name), tasks.by_name(name)
+    known = {f.name for f in fields(task.config)}
+    config = task.config(**{key: value for key, value in SMALL.items() if key in known})
+    task.data(config)
+    if name == "align":
+        task.facts |= {"method": "dtw", "gamma": 1.0}
+    other.facts = task.facts
+    model = other.model(config).eval()
+    (example,) = other.read(path, config)
+    with torch.no_grad():
+        found = other.evaluate(model, [other.collate([example])])
+    assert task.metric in found
+
+
+@pytest.mark.parametrize("name", ["sst", "explain", "nli", "tag", "align"])
+def test_one_class_is_a_warning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = tasks.by_name(name)
+    module = sys.modules[type(task).__module__]
+    real = module.generate
+
+    def one(*given: Any) -> Any:
+        made = real(*given)
+        if name == "align":
+            return made._replace(series=made.series[:4], labels=made.labels[:4], classes=["one"])
+        if name == "tag":
+            return made._replace(train=[s._replace(tags=["X"] * len(s.tags)) for s in made.train])
+        return made._replace(train=[e for e in made.train if e.label == 1])
+
+    monkeypatch.setattr(module, "generate", one)
+    with pytest.warns(DataWarning, match=r"all training examples have one class, '\w+': there is"):
+        task.data(task.config())
+
+
+def test_given_vectors_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "v.txt").write_text("the 1 2\nword1 3 4\nnowhere 5 6\n")
+    for name in ("parse", "explain"):
+        task = tasks.by_name(name)
+        task.data(task.config(vectors=str(tmp_path / "v.txt"), examples=50))
+        (note,) = task.notes
+        assert re.fullmatch(r"vectors: .*v\.txt has 1 of the \d+ (training )?words.*", note), note
 
 
 def test_given_trees_are_not_guessed(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def test_parallel_text_in_several_files(tmp_path: Path) -> None:
     pairs = [(["train-1", "de"], ["train-1", "en"]), (["train-2", "de"], ["train-2", "en"])]
     assert found.train == pairs
     (tmp_path / "train-1.en").unlink()
-    with pytest.raises(ValueError, match=r"every file \.de needs a file \.en, got \['train-1"):
+    with pytest.raises(ValueError, match=r"there is no .*train-1\.en"):
         Translation().data(Seq2SeqConfig(corpus=str(tmp_path)))
 
 

@@ -724,6 +724,28 @@ def test_only_faults_of_the_input_are_reported_as_such() -> None:
         raise RuntimeError("a bug")
 
 
+def test_a_loss_that_diverges_names_a_checkpoint_only_if_there_is_one(tmp_path: Path) -> None:
+    class Wild(Toy):
+        def loss(self, model, batch):
+            return super().loss(model, batch) * float("nan")
+
+    with pytest.raises(UserError, match=r"update 1 is not finite.*; there is no checkpoint yet\."):
+        fit(tmp_path, task=Wild())
+    fit(tmp_path, steps=4)
+    with pytest.raises(UserError, match=r"update 5 is not finite.*; the last checkpoint is from"):
+        fit(tmp_path, resume=True, task=Wild())
+
+
+def test_notes_on_the_data_come_first(tmp_path: Path, capsys) -> None:
+    class Noted(Toy):
+        def data(self, config):
+            self.notes.append("vectors: 3 of 4 words")
+            return super().data(config)
+
+    Trainer(Noted(), config(steps=1), tmp_path).fit()
+    assert capsys.readouterr().err.splitlines()[0] == "toy: vectors: 3 of 4 words"
+
+
 def test_damaged_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fit(tmp_path, steps=1)
     assert run.load(tmp_path, CPU.device).step == 1

@@ -7,11 +7,12 @@ import json
 import lzma
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 LONGEST_LINE = 1 << 24  # characters
 MOST_TIMES = 500  # what a compressed file may grow by; text grows by less than ten
 SMALL = 1 << 26  # bytes that a file may always grow to
@@ -93,6 +94,17 @@ def find_splits(
     if not missing:
         find_data(corpus, given)  # whose error says that there is no such folder
     raise FileNotFoundError(missing)
+
+
+def read_splits(
+    corpus: str | Path,
+    given: str | Path | None,
+    end: str,
+    read: Callable[[Path], Sequence[T]],
+) -> list[list[T]]:
+    """The examples of the splits train, dev and test, which ``read`` reads from each file."""
+    splits = find_splits(corpus, given, end)
+    return [[one for path in files for one in read(path)] for files in splits]
 
 
 def read_lines(path: str | Path, encoding: str = "utf-8") -> Iterator[tuple[int, str]]:

@@ -8,10 +8,12 @@ to be compared with each other.
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from structmax.data.folder import fault, find_splits, quoted, read_lines
+from structmax.data import folder
+from structmax.data.folder import fault, quoted, read_lines
 from structmax.data.trees import REDUCE, SHIFT
 
 MOST_WORDS = 2000  # of a sentence: all subtrees of a deep tree are quadratically many words
@@ -54,8 +56,7 @@ def read_splits(
 ) -> list[list[Phrase]]:
     """The sentences of ``train.txt``, ``dev.txt`` and ``test.txt`` of a folder, see
     :func:`structmax.data.folder.find_splits`."""
-    splits = find_splits(corpus, given, ".txt")
-    return [[one for path in files for one in read(path, binary=binary)] for files in splits]
+    return folder.read_splits(corpus, given, ".txt", partial(read, binary=binary))
 
 
 def parse(text: str) -> list[Phrase]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from structmax.data import conllu
-from structmax.data.folder import find_splits
+from structmax.data.folder import read_splits
 
 
 class Parsed(NamedTuple):
@@ -21,17 +21,18 @@ class Parsed(NamedTuple):
 
 
 def read(corpus: str | Path, given: str | Path | None = None) -> list[list[Parsed]]:
-    """The sentences of a folder of CoNLL-U files, see :func:`structmax.data.folder.find_splits`.
+    """The sentences of the splits of a folder of CoNLL-U files, see
+    :func:`structmax.data.folder.find_splits`."""
+    return read_splits(corpus, given, ".conllu", read_file)
+
+
+def read_file(path: str | Path) -> list[Parsed]:
+    """The sentences of a CoNLL-U file.
 
     Heads that form no tree with one root raise ``ValueError`` with the file and the sentence.
     """
     return [
-        [
-            _checked(found, f"{path}: sentence {i}")
-            for path in files
-            for i, found in enumerate(conllu.read(path), 1)
-        ]
-        for files in find_splits(corpus, given, ".conllu")
+        _checked(found, f"{path}: sentence {i}") for i, found in enumerate(conllu.read(path), 1)
     ]
 
 

@@ -29,8 +29,7 @@ def serve(port: int | None, page: str, run: Path | None, browser: bool) -> None:
         from structmax.explore.model import trained
 
         trained(str(run))  # what is wrong with it is said now
-    port = free_port() if port is None else port
-    check_port(port)
+    port = free_port() if port is None else check_port(port)
     token = secrets.token_urlsafe(16)
     address = f"http://{HOST}:{port}/?access_token={token}"
     threading.Thread(target=_announce, args=(address, port), daemon=True).start()
@@ -68,11 +67,12 @@ def free_port(first: int = FIRST_PORT) -> int:
     raise UserError(f"no port from {first} to {first + 199} is free. Choose one with --port.")
 
 
-def check_port(port: int) -> None:
-    """A UserError where one cannot listen at a port."""
+def check_port(port: int) -> int:
+    """A port where one can listen: this one, or of 0 any free one. Otherwise a UserError."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             tried.bind((HOST, port))
+            return int(tried.getsockname()[1])
         except (OSError, OverflowError) as error:
             raise UserError(f"port {port} cannot be used: {error}. Choose another.") from error

@@ -106,7 +106,7 @@ def score(ui: Any, values: dict[str, Any]) -> dict[str, Any]:
     kind = KINDS[values["kind"]]
     knobs = {
         "gamma": ui.slider(steps=GAMMAS, value=1.0, label="γ", show_value=True, debounce=False),
-        "seed": ui.slider(0, 20, value=0, label="draw again", debounce=False),
+        "seed": ui.button(value=0, on_click=lambda count: count + 1, label="draw again"),
     }
     if kind.smoothed:
         knobs["omega"] = ui.dropdown(SMOOTHINGS, value="Shannon", label="smoothing Ω")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
+from structmax.data.folder import DataWarning
 from structmax.train.bleu import Bleu
 from structmax.train.config import TrainConfig
 from structmax.train.distributed import Workers
+from structmax.train.errors import UserError
 from structmax.train.metrics import Ratio
 
 Measures = Mapping[str, Ratio | Bleu | float]
@@ -28,6 +31,14 @@ class Splits(NamedTuple):
     train: Sequence[Any]
     valid: Sequence[Any]
     test: Sequence[Any] = ()
+
+
+def warn_of_one_class(labels: Iterable[Any]) -> None:
+    """Warn if the training examples have one class only, which leaves nothing to learn."""
+    found = set(labels)
+    if len(found) == 1:
+        told = f"all training examples have one class, {found.pop()!r}: there is nothing to learn."
+        warnings.warn(told, DataWarning, stacklevel=2)
 
 
 class Task:
@@ -59,6 +70,8 @@ class Task:
         self.facts: dict[str, Any] = {}
         """What ``model`` and ``predict`` need of the data, such as a vocabulary: JSON. ``data``
         fills it; the run folder keeps it, so that a model is used without the data."""
+        self.notes: list[str] = []
+        """What ``data`` found that a user should know, a line each; training prints them first."""
 
     # -- what a recipe says -----------------------------------------------------------------------
 
@@ -107,6 +120,13 @@ class Task:
     def size(self, example: Any) -> int:
         """The length of an example: those of similar length are put into one batch."""
         return 1
+
+    def read(self, path: Path, config: Any) -> Sequence[Any]:
+        """The examples of a file in the format of the corpus, for ``structmax evaluate --file``.
+
+        Vocabularies and names of classes are those of ``facts``; the training data are not needed.
+        """
+        raise UserError(f"task {self.name} reads no files. Leave out --file.")
 
     def line(self, example: Any) -> str:
         """An example as a line of input, for ``structmax show``."""

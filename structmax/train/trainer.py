@@ -168,6 +168,8 @@ class Trainer:
                 run.write_options(self.folder, self.config)
             self.log = Log(self.folder, self.step, self.measured)
         self.progress = Progress(self.task.name, silent or not self.workers.first)
+        for note in self.task.notes:
+            self.progress.say(f"{self.task.name}: {note}")
 
     # -- the loop ---------------------------------------------------------------------------------
 
@@ -312,9 +314,11 @@ class Trainer:
         path = self.folder / f"bad_batch.{self.workers.rank}.safetensors"
         state = {"step": update.step, "examples": [int(i) for i in update.examples]}
         checkpoint.save(path, batches.tensors(update.batch), state)
+        saved = self._saved().exists()
+        kept = "the last checkpoint is from before" if saved else "there is no checkpoint yet"
         raise Diverged(
-            f"the loss of update {update.step} is not finite. The batch is in {path}; the last "
-            "checkpoint is from before. Try a smaller --lr or --clip."
+            f"the loss of update {update.step} is not finite. The batch is in {path}; {kept}. Try "
+            "a smaller --lr or --clip."
         )
 
     def _log(self) -> None:

@@ -32,7 +32,7 @@ from structmax.train.distributed import Workers
 from structmax.train.errors import UserError, as_user_error
 from structmax.train.metrics import Ratio
 from structmax.train.progress import Progress
-from structmax.train.task import Splits, Task
+from structmax.train.task import Splits, Task, warn_of_one_class
 
 METHODS = ("euclidean", "random path", "dtw", "soft-dtw", "divergence", "gini-dtw")
 SMOOTHED = METHODS[3:]
@@ -183,6 +183,7 @@ class Align(Task):
             raise ValueError(f"align: series must have one length, got {sorted(shapes)[:3]} …")
         if np.bincount(train.labels, minlength=len(train.classes)).min() < 2:
             raise ValueError("align: every class must have two series to train with at least.")
+        warn_of_one_class(train.classes[label] for label in train.labels)
         (shape,) = shapes
         self.facts |= {"classes": train.classes, "shape": list(shape)}
         return Splits([*zip(train.series, train.labels)], (), [*zip(test.series, test.labels)])
@@ -274,6 +275,17 @@ class Align(Task):
             right += int((model(series).argmin(1) == labels).sum())
             count += len(labels)
         return {"accuracy": Ratio(right, count)}
+
+    def read(self, path: Path, config: AlignConfig) -> list[tuple[np.ndarray, int]]:
+        found, known = ucr.read_ts(path), self.facts["classes"]
+        shapes = {series.shape for series in found.series} | {tuple(self.facts["shape"])}
+        if len(shapes) > 1 or not set(found.classes) <= set(known):
+            raise ValueError(
+                f"{path}: expected series of the shape {tuple(self.facts['shape'])} and classes of "
+                f"{known}, got the shapes {sorted(shapes)} and {found.classes}."
+            )
+        names = [found.classes[label] for label in found.labels]
+        return [(x, known.index(name)) for x, name in zip(found.series, names)]
 
     def line(self, example: Any) -> str:
         return ":".join(",".join(map(str, feature)) for feature in example[0].T)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ from structmax.train.config import TrainConfig, option
 from structmax.train.errors import UserError
 from structmax.train.estimator import estimator_of
 from structmax.train.metrics import Ratio
-from structmax.train.task import Splits, Task
+from structmax.train.task import Splits, Task, warn_of_one_class
 from structmax.train.tasks.vocabulary import NONE, UNKNOWN, Vocabulary, fill, pad, read_vectors
 
 LABELS = ("negative", "positive")
@@ -159,9 +160,12 @@ class Explain(Task):
             splits = Splits(*sst.read_splits(config.corpus, config.data, binary=True))
         else:
             splits = generate((config.examples, 200, 200), config.seed)
+        warn_of_one_class(LABELS[example.label] for example in splits.train)
         words = [[word.lower() for word in e.words] for split in splits for e in split]
         # of dev and test, only words with a given vector are of use
-        self.vectors = read_vectors(config.vectors, config.data, {w for row in words for w in row})
+        self.vectors = read_vectors(
+            config.vectors, config.data, {w for row in words for w in row}, self.notes
+        )
         trained = Vocabulary.of(words[: len(splits.train)], least_count=2)
         self.facts = {"words": sorted({*self.vectors, *trained.words}), "k": config.k}
         self.__dict__.pop("vocabulary", None)
@@ -213,6 +217,9 @@ class Explain(Task):
             seen += int((z * (batch.words != NONE)).sum())
             words += int(batch.lengths.sum())
         return {"accuracy": Ratio(right, sentences), "words_seen": Ratio(seen, words)}
+
+    def read(self, path: Path, config: ExplainConfig) -> list[sst.Phrase]:
+        return sst.read(path, binary=True)
 
     def line(self, example: Any) -> str:
         return " ".join(example.words)

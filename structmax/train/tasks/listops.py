@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -159,6 +160,9 @@ class ListOps(Task):
         if model.beam > 1 and model.is_latent:
             return model(*inputs, beam=model.beam), trees
         return model(*inputs, trees=trees), trees
+
+    def read(self, path: Path, config: ListOpsConfig) -> list[Any]:
+        return listops.read(path)
 
     def line(self, example: Any) -> str:
         return str(example)

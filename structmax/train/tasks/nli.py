@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ from structmax.train.config import TrainConfig, option
 from structmax.train.errors import UserError
 from structmax.train.estimator import estimator_of
 from structmax.train.metrics import Ratio
-from structmax.train.task import Splits, Task
+from structmax.train.task import Splits, Task, warn_of_one_class
 from structmax.train.tasks.vocabulary import Vocabulary, fill, pad, read_vectors
 
 STRUCTURED = ("chain", "projective", "nonprojective")
@@ -134,9 +135,12 @@ class NLI(Task):
 
     def data(self, config: NLIConfig) -> Splits:
         splits = read(config) if config.corpus else generate(config)
+        warn_of_one_class(LABELS[example.label] for example in splits.train)
         words = [[*e.premise, *e.hypothesis] for split in splits for e in split]
         # of the other splits, only words with a given vector are of use
-        self.vectors = read_vectors(config.vectors, config.data, {w for row in words for w in row})
+        self.vectors = read_vectors(
+            config.vectors, config.data, {w for row in words for w in row}, self.notes
+        )
         trained = Vocabulary.of(words[: len(splits.train)], least_count=2)
         self.facts = {"words": sorted({*self.vectors, *trained.words})}
         self.__dict__.pop("vocabulary", None)
@@ -224,6 +228,9 @@ class NLI(Task):
         given = {"estimator": model.estimator} if relaxed else {}
         return model(*batch.rows, **given)[::2], None
 
+    def read(self, path: Path, config: NLIConfig) -> list[Example]:
+        return read_file(path)
+
     def line(self, example: Any) -> str:
         return f"{' '.join(example.premise)}\t{' '.join(example.hypothesis)}"
 
@@ -258,14 +265,19 @@ def read(config: NLIConfig) -> Splits:
             raise FileNotFoundError(
                 f"there is no {name} in the folder {str(folder)!r}. Say which file with {flag}."
             ) from None
-        pairs = [Example(tokens(p), tokens(h), label) for p, h, label in snli.read(path)]
-        return [pair for pair in pairs if pair.premise and pair.hypothesis]
+        return read_file(path)
 
     return Splits(
         split(config.train_file, "--train-file"),
         split(config.valid_file, "--valid-file"),
         split(config.test_file, "--test-file"),
     )
+
+
+def read_file(path: Path) -> list[Example]:
+    """The pairs of a file whose sentences both have words."""
+    pairs = [Example(tokens(p), tokens(h), label) for p, h, label in snli.read(path)]
+    return [pair for pair in pairs if pair.premise and pair.hypothesis]
 
 
 def generate(config: NLIConfig) -> Splits:

@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from structmax import losses
-from structmax.data import Vocabulary, Words, find_data, glove, treebank, words
+from structmax.data import Vocabulary, Words, treebank, words
 from structmax.data.words import in_batches, words_between_spaces
 from structmax.nn.biaffine import Biaffine, LabelledBiaffine
 from structmax.nn.word_encoder import WordEncoder
@@ -30,6 +30,7 @@ from structmax.train.config import SCHEDULE, Schedule, TrainConfig, option
 from structmax.train.errors import UserError
 from structmax.train.metrics import Ratio
 from structmax.train.task import Splits, Task
+from structmax.train.tasks.vocabulary import all_vectors
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "crf": losses.crf,
@@ -180,12 +181,10 @@ class Parse(Task):
             train, valid, test = treebank.generate((config.examples, 100, 100), config.seed)
         if config.trees == "projective":  # others have no score
             train = [sentence for sentence in train if treebank.is_projective(sentence.heads)]
-        given: list[str] = []
-        self.vectors = np.zeros((0, 0), np.float32)
-        if config.vectors:
-            given, self.vectors = glove.read(find_data(config.vectors, config.data))
+        sentences = [sentence.words for sentence in train]
+        given, self.vectors = all_vectors(config.vectors, config.data, sentences, self.notes)
         self.facts = {
-            **words.facts((sentence.words for sentence in train), config.least_count, given),
+            **words.facts(sentences, config.least_count, given),
             "labels": sorted({label for sentence in train for label in sentence.labels}),
             "size": self.vectors.shape[1],
         }
@@ -285,6 +284,9 @@ class Parse(Task):
         states, arcs = model(batch)
         heads = model.heads(arcs, batch.lengths)
         return arcs, heads, model.label(states, heads).argmax(-1)
+
+    def read(self, path: Path, config: ParseConfig) -> list[treebank.Parsed]:
+        return treebank.read_file(path)
 
     def line(self, example: Any) -> str:
         return " ".join(example.words)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from structmax import losses
 from structmax.data import conllu, treebank
-from structmax.data.folder import find_splits
+from structmax.data.folder import read_splits
 from structmax.data.words import words_between_spaces
 from structmax.nn.semantic_graph import SemanticGraph
 from structmax.train.batches import move
@@ -101,7 +101,9 @@ class SemDep(Task):
     def data(self, config: SemDepConfig) -> Splits:
         splits = read(config) if config.corpus else generate(config)
         words = [[word.lower() for word in e.words] for split in splits for e in split]
-        self.vectors = read_vectors(config.vectors, config.data, {w for row in words for w in row})
+        self.vectors = read_vectors(
+            config.vectors, config.data, {w for row in words for w in row}, self.notes
+        )
         trained = Vocabulary.of(words[: len(splits.train)], least_count=2)
         self.facts = {"words": sorted({*self.vectors, *trained.words}), "syntax": config.syntax}
         self.__dict__.pop("vocabulary", None)
@@ -179,6 +181,9 @@ class SemDep(Task):
         """The estimator, if the model was trained with means of trees."""
         return model.estimator if getattr(model.estimator, "objective", "") == "L(E[z])" else None
 
+    def read(self, path: Path, config: SemDepConfig) -> list[Example]:
+        return read_file(path)
+
     def line(self, example: Any) -> str:
         return " ".join(example.words)
 
@@ -203,16 +208,20 @@ class SemDep(Task):
 
 def read(config: SemDepConfig) -> Splits:
     """The splits of a treebank with enhanced graphs."""
+    return Splits(*read_splits(config.corpus, config.data, ".conllu", read_file))
 
-    def example(path: Path, found: conllu.Sentence) -> Example:
+
+def read_file(path: Path) -> list[Example]:
+    """The sentences of a CoNLL-U file with enhanced graphs."""
+
+    def example(found: conllu.Sentence) -> Example:
         tree = [head for head in found.heads if head is not None]
         arcs = [(head, word) for head, word, _ in found.enhanced if head != word]
         if len(tree) < len(found.words) or not treebank.is_tree(tree) or not arcs:
             raise ValueError(f"{path}: no tree or no graph of the sentence {found.words}.")
         return Example(found.words, tree, arcs)
 
-    splits = find_splits(config.corpus, config.data, ".conllu")
-    return Splits(*([example(p, s) for p in files for s in conllu.read(p)] for files in splits))
+    return [example(found) for found in conllu.read(path)]
 
 
 def generate(config: SemDepConfig) -> Splits:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from structmax.data import parallel, summaries
-from structmax.data.folder import find_splits
+from structmax.data import find_data, parallel, summaries
+from structmax.data.folder import read_splits
 from structmax.data.parallel import Pair
 from structmax.data.words import in_batches, words_between_spaces
 from structmax.losses.entmax_loss import entmax_loss
@@ -186,6 +186,9 @@ class Translation(Task):
         ]
         return rows, weights
 
+    def read(self, path: Path, config: Seq2SeqConfig) -> list[Pair]:
+        return read_file(path, config)
+
     def line(self, example: Any) -> str:
         return " ".join(example.source)
 
@@ -209,30 +212,20 @@ class Translation(Task):
 def read(config: Seq2SeqConfig) -> Splits:
     """The splits of a corpus: the files of its folder that are named so."""
 
-    def find(end: str) -> list[list[Path]]:
-        return find_splits(config.corpus, config.data, end)
+    end = ".jsonl" if config.kind == "summary" else f".{config.source}"
+    read = partial(read_file, config=config)
+    return Splits(*read_splits(config.corpus, config.data, end, read))
 
+
+def read_file(path: Path, config: Seq2SeqConfig) -> list[Pair]:
+    """The pairs of a file; of the sentences to translate, the others are in a file beside it."""
     if config.kind == "summary":
-        splits = find(".jsonl")
-        most = config.most_words
-        return Splits(
-            *([one for p in files for one in summaries.read(p, most)] for files in splits)
-        )
-    ends = f".{config.source}", f".{config.target}"
-
-    def pairs(sources: list[Path], targets: list[Path]) -> list[Pair]:
-        names, others = (
-            [path.name.removesuffix(".xz").removesuffix(end) for path in files]
-            for files, end in zip((sources, targets), ends)
-        )
-        if names != others:
-            raise ValueError(
-                f"{config.corpus}: every file {ends[0]} needs a file {ends[1]}, got {names} with "
-                f"{ends[0]} and {others} with {ends[1]}."
-            )
-        return [one for both in zip(sources, targets) for one in parallel.read(*both)]
-
-    return Splits(*map(pairs, *map(find, ends)))
+        return summaries.read(path, config.most_words)
+    stem, end = path.name.removesuffix(".xz"), f".{config.source}"
+    if not stem.endswith(end):
+        raise ValueError(f"{path} must be the file to translate, whose name ends in {end}.")
+    other = path.with_name(f"{stem.removesuffix(end)}.{config.target}")
+    return parallel.read(path, find_data(other.absolute()))
 
 
 def generate(config: Seq2SeqConfig) -> Splits:

@@ -7,9 +7,10 @@ estimators, fixed trees and no tree at all take the same words to the same class
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from structmax.data import find_data
 from structmax.data import sst as treebank
-from structmax.data.folder import quoted
+from structmax.data.folder import quoted, read_splits
 from structmax.data.words import words_between_spaces
 from structmax.estimators import SparseExpectation
 from structmax.nn.dependency_classifier import DependencyClassifier
@@ -27,7 +28,7 @@ from structmax.train.config import TrainConfig, option
 from structmax.train.errors import UserError
 from structmax.train.estimator import estimator_of
 from structmax.train.metrics import Ratio
-from structmax.train.task import Splits, Task
+from structmax.train.task import Splits, Task, warn_of_one_class
 from structmax.train.tasks import heads, semdep
 from structmax.train.tasks.vocabulary import UNKNOWN, Vocabulary, fill, pad, read_vectors
 
@@ -126,11 +127,14 @@ class SST(Task):
         splits = read(config) if config.corpus else generate(config)
         if config.trees_file:
             splits = with_trees(splits, config)
+        warn_of_one_class(LABELS[example.label] for example in splits.train)
         words = [[word.lower() for word in e.words] for split in splits for e in split]
         self.graphs = read_graphs(config) if config.graphs else []
         words += [[word.lower() for word in g.words] for g in self.graphs]
         # of dev, test and graphs, only words with a given vector are of use
-        self.vectors = read_vectors(config.vectors, config.data, {w for row in words for w in row})
+        self.vectors = read_vectors(
+            config.vectors, config.data, {w for row in words for w in row}, self.notes
+        )
         trained = Vocabulary.of(words[: len(splits.train)], least_count=2)
         self.facts = {"words": sorted({*self.vectors, *trained.words}), "trees": config.trees}
         self.__dict__.pop("vocabulary", None)
@@ -235,6 +239,10 @@ class SST(Task):
         measures: dict[str, Ratio | float] = {"accuracy": Ratio(right, sentences)}
         return {**measures, "trees": Ratio(trees, sentences)} if trees else measures
 
+    def read(self, path: Path, config: SSTConfig) -> list[Example]:
+        found = read_file(path)
+        return [*map(trees_of(config), found)] if config.trees_file else found
+
     def line(self, example: Any) -> str:
         return " ".join(example.words)
 
@@ -261,6 +269,12 @@ class SST(Task):
 
 def with_trees(splits: Splits, config: SSTConfig) -> Splits:
     """The splits with the heads that a file of parses has for their sentences."""
+    look_up = trees_of(config)
+    return Splits(*([look_up(example) for example in split] for split in splits))
+
+
+def trees_of(config: SSTConfig) -> Callable[[Example], Example]:
+    """What gives an example the heads that a file of parses has for its sentence."""
     path = find_data(config.trees_file, config.data)
     trees = {tuple(words): given for words, given in heads.read(path)}
 
@@ -273,7 +287,7 @@ def with_trees(splits: Splits, config: SSTConfig) -> Splits:
             )
         return example._replace(heads=found)
 
-    return Splits(*([look_up(example) for example in split] for split in splits))
+    return look_up
 
 
 # -- data -----------------------------------------------------------------------------------------
@@ -290,8 +304,12 @@ def read_graphs(config: SSTConfig) -> list[Any]:
 
 def read(config: SSTConfig) -> Splits:
     """The splits of the treebank: whole sentences, without neutral ones."""
-    splits = treebank.read_splits(config.corpus, config.data, binary=True)
-    return Splits(*([Example(p.words, p.label, []) for p in split] for split in splits))
+    return Splits(*read_splits(config.corpus, config.data, ".txt", read_file))
+
+
+def read_file(path: Path) -> list[Example]:
+    """The sentences of a file that are not neutral."""
+    return [Example(p.words, p.label, []) for p in treebank.read(path, binary=True)]
 
 
 def generate(config: SSTConfig) -> Splits:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from structmax import losses
-from structmax.data import Vocabulary, Words, columns, conllu, find_data, glove, words
+from structmax.data import Vocabulary, Words, columns, conllu, words
 from structmax.data.columns import Tagged
-from structmax.data.folder import find_splits
+from structmax.data.folder import read_splits
 from structmax.data.words import in_batches, words_between_spaces
 from structmax.nn.word_encoder import WordEncoder
 from structmax.smoothing import Gini, Hard, Shannon
@@ -30,7 +30,8 @@ from structmax.structures.linear_chain import LinearChain
 from structmax.train.batches import move
 from structmax.train.config import SCHEDULE, Schedule, TrainConfig, option
 from structmax.train.metrics import Ratio
-from structmax.train.task import Splits, Task
+from structmax.train.task import Splits, Task, warn_of_one_class
+from structmax.train.tasks.vocabulary import all_vectors
 
 LOSSES = {
     "crf": (losses.crf, Shannon()),
@@ -135,16 +136,15 @@ class Tag(Task):
         if config.tags == "ner":
             self.metric = "f1"
         splits = read(config) if config.corpus else generate(config)
-        given: list[str] = []
-        self.vectors = np.zeros((0, 0), np.float32)
-        if config.vectors:
-            given, self.vectors = glove.read(find_data(config.vectors, config.data))
+        sentences = [sentence.words for sentence in splits.train]
+        given, self.vectors = all_vectors(config.vectors, config.data, sentences, self.notes)
         self.facts = {
-            **words.facts((sentence.words for sentence in splits.train), config.least_count, given),
+            **words.facts(sentences, config.least_count, given),
             "tags": sorted({tag for sentence in splits.train for tag in sentence.tags}),
             "size": self.vectors.shape[1],
             "spans": config.tags == "ner",
         }
+        warn_of_one_class(tag for sentence in splits.train for tag in sentence.tags)
         self.__dict__.pop("vocabulary", None)
         return splits
 
@@ -201,6 +201,9 @@ class Tag(Task):
         rows = zip(tags.tolist(), lengths.tolist())
         return [[names[tag] for tag in row[:length]] for row, length in rows]
 
+    def read(self, path: Path, config: TagConfig) -> list[Tagged]:
+        return read_file(path, config)
+
     def line(self, example: Any) -> str:
         return " ".join(example.words)
 
@@ -229,16 +232,17 @@ class Tag(Task):
 
 def read(config: TagConfig) -> Splits:
     """The splits of a corpus: the files of its folder that are named so."""
-    spans = config.tags == "ner"
+    end = "" if config.tags == "ner" else ".conllu"
+    read = partial(read_file, config=config)
+    return Splits(*read_splits(config.corpus, config.data, end, read))
 
-    def sentences(path: Path) -> list[Tagged]:
-        if not spans:
-            return [Tagged(found.words, found.upos) for found in conllu.read(path)]
-        found = columns.read(path, config.encoding)
-        return [Tagged(words, columns.convert(tags, "iobes")) for words, tags in found]
 
-    splits = find_splits(config.corpus, config.data, "" if spans else ".conllu")
-    return Splits(*([one for path in files for one in sentences(path)] for files in splits))
+def read_file(path: Path, config: TagConfig) -> list[Tagged]:
+    """The sentences of a file, spans in the scheme IOBES."""
+    if config.tags != "ner":
+        return [Tagged(found.words, found.upos) for found in conllu.read(path)]
+    found = columns.read(path, config.encoding)
+    return [Tagged(words, columns.convert(tags, "iobes")) for words, tags in found]
 
 
 def generate(config: TagConfig) -> Splits:

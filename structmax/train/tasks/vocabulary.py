@@ -45,14 +45,33 @@ class Vocabulary:
         return cls(sorted(word for word, count in counts.items() if count >= least_count))
 
 
-def read_vectors(name: str, folder: str, words: Iterable[str]) -> dict[str, np.ndarray]:
-    """The vectors of those words that a file has, or of their stand-ins; none without a file."""
+def read_vectors(
+    name: str, folder: str, words: Iterable[str], notes: list[str]
+) -> dict[str, np.ndarray]:
+    """The vectors of those words that a file has, or of their stand-ins; none without a file. A
+    note says how many."""
     if not name:
         return {}
     words = set(words)
     found = dict(zip(*glove.read(find_data(name, folder), {*words, *STAND_INS.values()})))
     source = {word: word if word in found else STAND_INS.get(word) for word in words}
-    return {word: found[other] for word, other in source.items() if other in found}
+    vectors = {word: found[other] for word, other in source.items() if other in found}
+    notes.append(f"vectors: {name} has {len(vectors)} of the {len(words)} words of the corpus")
+    return vectors
+
+
+def all_vectors(
+    name: str, folder: str, sentences: Iterable[Iterable[str]], notes: list[str]
+) -> tuple[list[str], np.ndarray]:
+    """All words of a file and their vectors ``(k, d)``, none without a file. A note says how many
+    of the training words there are among them."""
+    if not name:
+        return [], np.zeros((0, 0), np.float32)
+    given, vectors = glove.read(find_data(name, folder))
+    words = {word.lower() for sentence in sentences for word in sentence}
+    count = len(words.intersection(given))
+    notes.append(f"vectors: {name} has {count} of the {len(words)} training words")
+    return given, vectors
 
 
 @torch.no_grad()
