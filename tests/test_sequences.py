@@ -456,3 +456,85 @@ def test_large_offsets_of_the_ends(backend: str, shift: float) -> None:
         gain = moved.log_partition().double() - plain.log_partition().double()
         torch.testing.assert_close(gain, torch.full_like(gain, 13 * shift), rtol=1e-6, atol=0)
         assert (moved.argmax() == plain.argmax()).all()
+
+
+MASK = -1e9
+NEVER = -math.inf
+WITH_MASKS = {  # unary, transition or None for zeros, start, end
+    "start": ([[NEVER, 1.12, 0.0], [0.0, 0.5, 0.3]], None, [0.0, MASK, MASK], None),
+    "both": ([[1.0, 0.0, MASK], [0.0, 0.5, 0.3]], None, [MASK, MASK, 0.0], None),
+    "row": ([[MASK] * 3, [0.0, 0.5, 0.3]], None, [1.0, 0.0, 0.3], [0.3, 0.0, 0.0]),
+    "end": ([[0.0, 0.5, 0.3], [MASK] * 3], None, [1.0, 0.0, 0.3], [0.3, 0.1, 2.0]),
+    "transition": (
+        [[0.0, 1.0, 0.0], [0.0, 0.5, 0.3]],
+        [[NEVER] * 3, [0.0] * 3, [0.0] * 3],
+        [0.0, MASK, MASK],
+        None,
+    ),
+    "alone": ([[MASK, MASK, NEVER]], None, [1.0, 0.3, 0.0], [0.25, 0.0, 0.0]),
+}
+
+
+def with_mask(
+    name: str, dtype: torch.dtype, smoothing: sx.Smoothing | None = None
+) -> tuple[sx.LinearChain, Tensor]:
+    """A chain whose ends meet a mask, and its unary scores, which have a gradient."""
+    scores = [None if s is None else torch.tensor(s).to(dtype) for s in WITH_MASKS[name]]
+    unary, transition, start, end = scores
+    assert unary is not None
+    leaf = unary.requires_grad_()
+    transition = torch.zeros(3, 3, dtype=dtype) if transition is None else transition
+    return sx.LinearChain(leaf, transition, start, end, smoothing=smoothing), leaf
+
+
+@pytest.mark.parametrize("backend", ["cpu", "naive"])
+@pytest.mark.parametrize("name", WITH_MASKS)
+def test_a_mask_beside_start_and_end_keeps_their_digits(name: str, backend: str) -> None:
+    """Answers in float32 are those of the same scores in float64, at first and second order."""
+    answers = {}
+    for dtype in (torch.float32, f64):
+        with sx.backend(backend if dtype == torch.float32 else "naive"):
+            chain, leaf = with_mask(name, dtype)
+            mu = chain.marginals()
+            weights = torch.arange(mu.numel(), dtype=dtype).reshape(mu.shape) / 4
+            (slope,) = torch.autograd.grad((weights * mu).sum(), leaf)
+            best = chain.topk(2).structures
+            gini, _ = with_mask(name, dtype, sx.Gini())
+            found = [mu, slope, gini.marginals(), chain.sparsemap().marginals]
+            moved = chain.perturb(torch.eye(3)[:1]).marginals()  # rounds where unary is a mask
+            discrete = (
+                chain.argmax(),
+                best,
+                chain.mbr(),
+                chain.condition(exclude=best[0] > 0).argmax(),
+            )
+            edges = [chain.edge_marginals(), gini.edge_marginals()]
+        for answer in (*found, moved, *discrete):
+            assert answer.dtype == dtype
+        answers[dtype] = [t.detach().to(f64) for t in (*found, *edges, *discrete)]
+    for ours, expected in zip(answers[torch.float32], answers[f64], strict=True):
+        close(ours, expected, 1e-6)
+    (ours, *_), (expected, *_) = answers[torch.float32], answers[f64]
+    exact, _ = with_mask(name, f64)
+    every = exact.enumerate_support()
+    p = exact.score(every).softmax(0)
+    close(ours, torch.tensordot(p, every, 1), 1e-6)
+
+
+@pytest.mark.parametrize("smoothing", [sx.Shannon(), sx.Gini()])
+def test_draws_of_a_chain_whose_ends_meet_a_mask(smoothing: sx.Smoothing) -> None:
+    chain, _ = with_mask("both", torch.float32, smoothing)
+    exact, _ = with_mask("both", f64, smoothing)
+    draws = chain.sample((4000,), generator=torch.Generator().manual_seed(0))
+    close(draws.double().mean(0), exact.marginals().detach(), 0.03)
+
+
+@pytest.mark.parametrize("name", ["both", "end"])
+def test_probabilities_of_a_chain_whose_ends_meet_a_mask(name: str) -> None:
+    tags, values = torch.tensor([1, 2]), []
+    for dtype in (torch.float32, f64):
+        chain, _ = with_mask(name, dtype)
+        values.append([chain.log_prob(tags), sx.losses.crf(chain, tags, reduction="none")])
+    for ours, expected in zip(*values, strict=True):
+        assert ours.dtype == torch.float32
+        close(ours.double(), expected, 1e-6)

@@ -54,7 +54,7 @@ def check_reduction(owner: str, reduction: str) -> None:
 
 def best_score(structure: PartStructure) -> Tensor:
     """max_z ⟨θ, z⟩, ``(*batch)``, whose gradient is the best structure, in all its parts."""
-    parts, dims = structure._parts(), len(structure.batch_shape)
+    parts, dims = structure._exact_parts(), len(structure.batch_shape)
     value, counts = structure._argmax_parts([p.detach() for p in parts])
-    terms = [dot(part, count, part.dim() - dims) for part, count in zip(parts, counts, strict=True)]
-    return structure._refuse_infeasible("argmax", value, torch.stack(terms).sum(0))
+    total = sum(dot(part, z, part.dim() - dims) for part, z in zip(parts, counts, strict=True))
+    return structure._refuse_infeasible("argmax", value, total.to(structure._parts()[0].dtype))

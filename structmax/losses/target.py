@@ -181,7 +181,7 @@ class Target:
             self._seen._allowed_parts(), self.means
         )  # a silent part without a mean scores nothing
         terms = [dot(part, mean.to(part.dtype), part.dim() - dims) for part, mean in pairs]
-        return torch.stack(terms).sum(0)
+        return sum(terms[1:], terms[0]).to(self.means[0].dtype)
 
     def log_prob(self) -> Tensor:
         """That of a hard target, ``(*batch)``."""

@@ -39,7 +39,7 @@ def solve(
 
     ``complete``: whether the solution's ``face`` is the whole one, which derivatives need.
     """
-    parts = [p.detach() for p in structure._parts()]
+    parts = [p.detach() for p in structure._exact_parts()]
     items, batch = structure.batch_shape.numel(), len(structure.batch_shape)
     sizes = [p.shape[batch:].numel() for p in parts]
     theta = torch.cat(

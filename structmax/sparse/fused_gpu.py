@@ -390,7 +390,7 @@ def solve(
     if kind is None or (init is not None and init.probs.shape[-1] + 2 > MOST_SLOTS):
         return None
     batch = structure.batch_shape.numel()
-    flat = [p.detach().reshape(batch, -1).double() for p in structure._parts()]
+    flat = [p.detach().reshape(batch, -1).double() for p in structure._exact_parts()]
     state = _State(torch.cat(flat, 1), kind, init, complete)
     if init is not None:
         state.walk(max_iter, tol, steps=1)

@@ -67,14 +67,14 @@ def sparsemap(
         solution = _solve(same, method, max_iter, tol, start, penalize, watched)
         if not watched or method != "active-set" or solution.whole:
             return solution
-        theta = torch.cat(_flat(same._parts(), batch), -1)
+        theta = torch.cat(_flat(same._exact_parts(), batch), -1)
         width = theta.shape[-1] if penalize == "all" else structure.event_shape.numel()
         return _completed(solution, _StructureOracle(same), theta, width, True)
 
     solution = _untracked(run, [t for t, _ in tensors.values()])
     value = torch.where(solution.gap.isnan(), -torch.inf, 0.0).reshape(batch)
     structure._refuse_infeasible("sparsemap", value, value)
-    theta = _flat(parts, batch)
+    theta = _flat(structure._exact_parts(), batch)
     answer = _attach(solution, theta, penalize == "all", method == "active-set")
     found = _result(solution, answer, batch, shapes, structure.dtype, parts[0].dtype)
     if torch.compiler.is_compiling():  # which returns tensors, but no types
@@ -298,7 +298,7 @@ def _solve(
             found = fused_gpu.solve(structure, penalize, max_iter, tol, init, complete)
     if found is not None:
         return found
-    theta = torch.cat(_flat(parts, batch), -1)
+    theta = torch.cat(_flat(structure._exact_parts(), batch), -1)
     primary = structure.event_shape.numel()
     width = theta.shape[-1] if penalize == "all" else primary
     oracle = _StructureOracle(structure)

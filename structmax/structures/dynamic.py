@@ -84,6 +84,10 @@ class DynamicStructure(PartStructure):
 
     def _theta(self) -> Tensor:
         """The forest's scores ``(*batch, P)`` for A and its gradient."""
+        return self._packed()
+
+    def _packed(self) -> Tensor:
+        """The forest's scores ``(*batch, P)``."""
         return self._pack(self._parts())
 
     def _value(self) -> Tensor:
@@ -98,7 +102,7 @@ class DynamicStructure(PartStructure):
     # -- discrete queries -------------------------------------------------------------------------
 
     def argmax(self) -> Tensor:
-        theta = self._pack(self._parts()).detach()
+        theta = self._packed().detach()
         value, z = ops.best(theta, self._goal(), self._forest_key(), self._width())
         z = self._refuse_infeasible("argmax", value, self._to_event(z))
         return z.to(self.dtype)
@@ -112,7 +116,7 @@ class DynamicStructure(PartStructure):
         self, sample_shape: Sequence[int] = (), generator: torch.Generator | None = None
     ) -> Tensor:
         shape = checks.sample_shape(self._name, sample_shape)
-        theta = self._pack(self._parts()).detach()
+        theta = self._packed().detach()
         if self._validate_args:
             with torch.no_grad():
                 self._check_feasible("sample", self.log_partition())
@@ -123,13 +127,13 @@ class DynamicStructure(PartStructure):
         return z.reshape(*shape, *self.batch_shape, *self.event_shape).to(self.dtype)
 
     def _kbest(self, k: int) -> tuple[Tensor, Tensor]:
-        theta = self._pack(self._parts()).detach()
+        theta = self._packed().detach()
         scores, z = ops.kbest(theta, self._goal(), self._forest_key(), k, self._width())
         at = len(self.batch_shape)
         return scores, self._to_event(z.movedim(at, 0)).movedim(0, at)
 
     def max_marginals(self) -> Tensor:
-        theta = self._pack(self._parts()).detach()
+        theta = self._packed().detach()
         best = ops.max_marginals(theta, self._goal(), self._forest_key(), self._width())
         return self._to_event(best, -math.inf)
 
@@ -168,7 +172,7 @@ class DynamicStructure(PartStructure):
     def _score(self, z: Tensor) -> Tensor:
         """⟨θ, parts of z⟩ for an indicator ``(*sample, *batch, *parts)``."""
         wide = self.expand(z.shape[: z.dim() - len(self.event_shape)])
-        theta = wide._pack(wide._parts())
+        theta = wide._packed()
         with torch.no_grad():
             goal, key = wide._goal(), self._forest_key()
             _, counts = ops.argmax(wide._within(z), goal, key, theta.shape[-1])
@@ -194,7 +198,7 @@ class DynamicStructure(PartStructure):
 
     def _backpointers(self) -> Tensor:
         """q ``(*batch, e)`` at every node of the forest, differentiable."""
-        theta = self._pack(self._parts())
+        theta = self._packed()
         flat = theta.reshape(self.batch_shape.numel(), theta.shape[-1])
         q = backpointers(self._forest_key(), flat, self.smoothing)
         return q.reshape(*self.batch_shape, q.shape[-1])

@@ -28,17 +28,19 @@ def chain(n: int, c: int, steps: int) -> Forest:
     """Nodes ``(t, j)`` for position t and tag j, and a goal after each position.
 
     Parts: ``t·c + j`` for tags, then ``step, i, j`` for transitions, of which there are n − 1
-    steps or one that all share.
+    steps or one that all share, then ``j`` for starting and ``j`` for ending with a tag.
     """
     draw = ForestBuilder()
+    ends = n * c + steps * c * c
     t, j = np.arange(n)[:, None], np.arange(c)
     draw.nodes(n * (c + 1), np.concatenate([t * c + j, np.full((n, 1), -1)], 1).ravel())
     node, goal = t * (c + 1) + j, t * (c + 1) + c  # (n, c), (n, 1)
     part = np.minimum(np.arange(n - 1), steps - 1)[:, None, None] * c * c
     part = n * c + part + j[:, None] * c + j  # (n − 1, from, to)
+    draw.edges(node[0], -1, -1, ends + j)
     draw.edges(node[1:, None, :], node[:-1, :, None], -1, part)
-    draw.edges(goal, node)
-    return draw.build(n * c + steps * c * c)
+    draw.edges(goal, node, -1, ends + c + j)
+    return draw.build(ends + 2 * c)
 
 
 def _over(scores: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -50,8 +52,8 @@ class LinearChain(LateLook, DynamicStructure):
 
     The score of tags y is Σₜ unary[t, yₜ] + Σₜ transition[yₜ, yₜ₊₁] + start[y₁] + end[yₙ]. The
     graph has a node (t, j) for every position and tag, reached from the nodes (t − 1, i) by edges
-    that carry the transitions, and a goal reached from the nodes of the last position; start and
-    end are part of the scores of the first and last nodes::
+    that carry the transitions, and a goal reached from the nodes of the last position by edges that
+    carry end; start is carried by the edges into the first nodes::
 
         (1,a) ──► (2,a) ──► (3,a)
               ╲ ╱       ╲ ╱       ╲
@@ -208,18 +210,21 @@ class LinearChain(LateLook, DynamicStructure):
         return dtype
 
     def _parts(self) -> tuple[Tensor, ...]:
+        """With start and end added to the first and the last unary scores."""
+        unary, transition = self._exact_parts()
+        return as_dtype(unary, self._dtype_inside()), transition
+
+    def _exact_parts(self) -> tuple[Tensor, ...]:
         self._look()
         unary, transition = self._main_parts()
-        dtype, c = unary.dtype, unary.shape[-1]
         if self.start is not None or self.end is not None:
             last = self._lengths() - 1
             ends = [(self.start, torch.zeros_like(last)), (self.end, last)]
-            given = [
-                (s.to(dtype).expand(*self.batch_shape, c), at) for s, at in ends if s is not None
-            ]
+            shape = *self.batch_shape, self.event_shape[1]
+            given = [(s.double().expand(shape), at) for s, at in ends if s is not None]
             added = torch.stack([scores for scores, _ in given], -2)  # (*B, 1 or 2, c)
             position = torch.stack([at for _, at in given], -1)[..., None].expand_as(added)
-            unary = unary.scatter_add(-2, position, added)
+            unary = unary.double().scatter_add(-2, position, added)
         return unary, transition
 
     def _main_parts(self, half: bool = False) -> tuple[Tensor, Tensor]:
@@ -249,15 +254,22 @@ class LinearChain(LateLook, DynamicStructure):
     def _derivation_size(self) -> int:
         return self.event_shape[0] + 1
 
+    def _packed(self) -> Tensor:
+        self._look()
+        return self._pack(self._dense_parts())
+
     def _pack(self, parts: Any) -> Tensor:
-        unary, transition = self._unpadded(parts)
+        """Of unary and transition scores, or of these with start and end, which may be empty."""
+        unary, transition = self._unpadded(parts[:2])
+        none = unary.new_zeros(self.event_shape[1]).expand(*self.batch_shape, -1)
+        ends = [none if t.shape[-1] == 0 else t for t in (parts[2:] or (none, none))]
         n = self.event_shape[0]
         grow = bucket(n) - n
         unary = torch.nn.functional.pad(unary, (0, 0, 0, grow))
         if self._steps_given:
             missing = max(bucket(n) - 1, 1) - transition.shape[-3]
             transition = torch.nn.functional.pad(transition, (0, 0, 0, 0, 0, missing))
-        return torch.cat([unary.flatten(-2), transition.flatten(-3)], -1)
+        return torch.cat([unary.flatten(-2), transition.flatten(-3), *ends], -1)
 
     def _unpack(self, flat: Tensor) -> tuple[Tensor, ...]:
         n, c = self.event_shape
@@ -288,8 +300,19 @@ class LinearChain(LateLook, DynamicStructure):
 
     def _without(self, forbidden: Tensor) -> LinearChain:
         self._look()
-        return LinearChain(  # with start and end as they are: in half precision a sum would round
-            torch.where(forbidden, -math.inf, self.unary),
+        return self._with_unary(torch.where(forbidden, -math.inf, self.unary))
+
+    def _moved(self, delta: Tensor) -> LinearChain:
+        self._look()
+        unary = as_dtype(self.unary, self._dtype_inside())
+        moved = unary + delta.to(unary.dtype)
+        return self._with_unary(torch.where(unary == -math.inf, unary, moved))
+
+    def _with_unary(self, unary: Tensor) -> LinearChain:
+        """The same chain with other unary scores, and with start and end as they are: in a sum of
+        them a mask would take the digits of the others."""
+        return LinearChain(
+            unary,
             self.transition,
             self.start,
             self.end,
@@ -357,7 +380,7 @@ class LinearChain(LateLook, DynamicStructure):
         return self._refuse_infeasible("argmax", best, z.to(self.dtype))
 
     def _argmax_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        unary, transition = parts
+        unary, transition = parts[0], as_dtype(parts[1], parts[0].dtype)
         none = [unary.new_empty(0).expand(*self.batch_shape, 0)] * 2
         best, tags = dense.best_tags(unary, transition, *none, self._lengths())
         at = torch.arange(self.event_shape[1], device=tags.device)
@@ -389,14 +412,13 @@ class LinearChain(LateLook, DynamicStructure):
         """The same chain with a transition matrix for each step."""
         if self._steps_given:
             return self
+        self._look()
         n, c = self.event_shape
-        unary, transition = self._parts()
+        unary, transition, *ends = self._dense_parts()
+        start, end = (t if t.shape[-1] else None for t in ends)
+        transition = transition.expand(*self.batch_shape, n - 1, c, c)
         return LinearChain(
-            unary,
-            transition.expand(*self.batch_shape, n - 1, c, c),
-            lengths=self.lengths,
-            smoothing=self.smoothing,
-            validate_args=False,
+            unary, transition, start, end, self.lengths, self.smoothing, validate_args=False
         )
 
     def edge_marginals(self) -> Tensor:
@@ -474,8 +496,7 @@ class LinearChain(LateLook, DynamicStructure):
         if inside is not None:
             own = torch.where(inside, own, 0.0)
             between = torch.where(inside[..., 1:], between, 0.0)
-        dtype = self._dtype_inside()
-        total = own.to(dtype).sum(-1) + between.to(dtype).sum(-1)
+        total = own.double().sum(-1) + between.double().sum(-1)
         if self.start is not None:
             first = tags[..., :1]
             total = total + self.start.expand(*batch, c).gather(-1, first).squeeze(-1)
@@ -483,8 +504,8 @@ class LinearChain(LateLook, DynamicStructure):
             last = tags.gather(-1, self._lengths().expand(batch)[..., None] - 1)
             total = total + self.end.expand(*batch, c).gather(-1, last).squeeze(-1)
         if not self._lengths_are_good:
-            total = total + torch.where(self._bad_lengths(), math.nan, 0.0).to(dtype)
-        return total
+            total = total + torch.where(self._bad_lengths(), math.nan, 0.0)
+        return total.to(self._dtype_inside())
 
     def _checked_tags(self, tags: Tensor) -> Tensor:
         n, c = self.event_shape

@@ -61,9 +61,14 @@ class PartStructure(Structure):
         """The best structure at other scores, shaped as ``_parts()``: its score ``(*batch)``, −inf
         if there is none, and how often it has each part, shaped as the scores."""
 
-    def _allowed_parts(self) -> tuple[Tensor, ...]:
-        """``_parts()``, −inf where an option forbids what another structure may have."""
+    def _exact_parts(self) -> tuple[Tensor, ...]:
+        """``_parts()``; in float64 where they are sums of what was given, which a mask in one of
+        the terms would round in a narrower dtype."""
         return self._parts()
+
+    def _allowed_parts(self) -> tuple[Tensor, ...]:
+        """``_exact_parts()``, −inf where an option forbids what another structure may have."""
+        return self._exact_parts()
 
     def _usable_parts(self) -> Tensor:
         """Which primary parts some structure may have, whatever the scores: no padding. A mask
@@ -107,9 +112,13 @@ class PartStructure(Structure):
                 f"{(*self.batch_shape, *self.event_shape)}, got {tuple(delta.shape)}."
             )
         wide = self if batch == self.batch_shape else self.expand(batch)
-        scores = wide._parts()[0]
+        return wide._moved(delta)
+
+    def _moved(self, delta: Tensor) -> Any:
+        """The same structure with ``delta (*batch, *parts)`` added to its primary scores."""
+        scores = self._parts()[0]
         moved = scores + delta.to(scores.dtype)
-        return wide._replace_primary(torch.where(scores == -math.inf, scores, moved))
+        return self._replace_primary(torch.where(scores == -math.inf, scores, moved))
 
     def local_softmax(self, temperature: float = 1.0) -> Tensor:
         if self._local_groups is None:
@@ -222,7 +231,7 @@ class PartStructure(Structure):
 
     def _with_gains(self, gains: Tensor) -> Any:
         """A structure with no scores but these; what is forbidden stays forbidden."""
-        allowed = self._parts()[0].detach() > -math.inf
+        allowed = self._exact_parts()[0].detach() > -math.inf
         return self._replace_primary(torch.where(allowed, gains, -math.inf))
 
     def sparsemap(
@@ -259,7 +268,7 @@ class PartStructure(Structure):
         value = own if q is self else q._value()
         pairs = zip(q._allowed_parts(), mu, strict=True)
         total = sum(dot(theta, m, m.dim() - len(self.batch_shape)) for theta, m in pairs)
-        total = (value - total) / q.smoothing.gamma
+        total = as_dtype((value - total) / q.smoothing.gamma, own.dtype)
         return self._refuse_infeasible("cross_entropy", own.expand(total.shape), total)
 
     def condition(self, include: Tensor | None = None, exclude: Tensor | None = None) -> Any:

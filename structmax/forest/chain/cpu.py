@@ -14,6 +14,7 @@ Transitions, start and end have a batch dimension of 1 where all items share the
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ TINIES = (1e-30, 1e-290)
 UNDERFLOW = (1e-37, 1e-307)
 SMALL = (1e-19, 1e-150)
 LEAST = (-43.0, -340.0)
+FARTHEST = -1e38  # what is finite in float64 stays so in float32
+FAR = 2.0**14  # beside a score of more, float32 has no digits for others
 NEAR = 20.0  # scores up to ±this need no maximum subtracted: their products are in range
 
 
@@ -124,18 +127,39 @@ def normalise(x, w, out, clean, whole, floor, bound):
 
 
 @kernel(inner=True)
-def add_end(row, end):
-    """row += end, less the largest entry of both, so that large offsets cost no digits. Returns
-    what was taken out."""
-    a, b = row[0], end[0]
-    for j in range(1, row.shape[0]):
-        a = row[j] if row[j] > a else a
-        b = end[j] if end[j] > b else b
-    if not (-INF < a < INF and -INF < b < INF):
-        a, b = row.dtype.type(0), row.dtype.type(0)
+def largest(x):
+    """The largest entry where it is a number, else 0."""
+    m = -INF
+    for j in range(x.shape[0]):
+        m = x[j] if x[j] > m else m
+    return np.float64(m) if -INF < m < INF else 0.0
+
+
+@kernel(inner=True)
+def end_row(u, start, end, first, last, row):
+    """row = u, with ``start`` at the first position and ``end`` at the last, less its largest
+    entry, which is returned.
+
+    The sums are taken in float64, each of what is left of its terms without their own largest
+    entries: neither a mask nor an offset in one of them costs the digits of the others.
+    """
+    a, b, c, top = largest(u), 0.0, 0.0, -INF
+    b = largest(start) if first else b
+    c = largest(end) if last else c
     for j in range(row.shape[0]):
-        row[j] = (row[j] - a) + (end[j] - b)
-    return np.float64(a) + np.float64(b)
+        x = np.float64(u[j]) - a
+        x += np.float64(start[j]) - b if first else 0.0
+        x += np.float64(end[j]) - c if last else 0.0
+        top = x if x > top else top
+    top = top if -INF < top < INF else 0.0
+    least = FARTHEST if row.itemsize == 4 else -INF
+    for j in range(row.shape[0]):
+        x = np.float64(u[j]) - a
+        x += np.float64(start[j]) - b if first else 0.0
+        x += np.float64(end[j]) - c if last else 0.0
+        x -= top
+        row[j] = least if -INF < x < least else x
+    return a + b + c + top
 
 
 @kernel(inner=True)
@@ -155,12 +179,11 @@ def forward(u, T, length, start, end, W, P, E, flat, peaks, marks, row, total, f
     for j in range(c):
         total[j] = 1
     for t in range(length):
-        for j in range(c):
-            row[j] = u[t, j]
-        if t == 0:
-            offset += add_end(row, start)
-        if t == length - 1:
-            offset += add_end(row, end)
+        if t == 0 or t == length - 1:
+            offset += end_row(u[t], start, end, t == 0, t == length - 1, row)
+        else:
+            for j in range(c):
+                row[j] = u[t, j]
         top, least = exponentials(row, W[t])
         offset += top
         marks[t, 1] = 1.0 if least > lost_weight else 0.0
@@ -386,6 +409,15 @@ def log_sum_exp(x):
     return m + math.log(total)
 
 
+@kernel(inner=True)
+def lower(x):
+    """Takes the largest entry out of all, where it is a number; returns it."""
+    m = largest(x)
+    for j in range(x.shape[0]):
+        x[j] -= m
+    return m
+
+
 @kernel
 def gradients_in_logs(items, U, TT, starts, ends, lengths, out, MU, MT):
     """The same for some items, term by term in log space: for any spread, and NaN stays NaN."""
@@ -396,17 +428,19 @@ def gradients_in_logs(items, U, TT, starts, ends, lengths, out, MU, MT):
         start, end = starts[b % starts.shape[0]], ends[b % ends.shape[0]]
         MU[b] = 0
         MT[b] = 0
-        for j in range(c):
-            alpha[0, j] = u[0, j] + start[j]
+        offset = end_row(u[0], start, end, True, False, alpha[0])
         for t in range(1, length):
             for j in range(c):
                 for i in range(c):
                     scratch[i] = alpha[t - 1, i] + T[0 if T.shape[0] == 1 else t - 1, i, j]
                 alpha[t, j] = u[t, j] + log_sum_exp(scratch)
+            offset += lower(alpha[t])
         for j in range(c):
             beta[j] = end[j]
-            scratch[j] = alpha[length - 1, j] + end[j]
-        out[b] = log_sum_exp(scratch)
+        offset += lower(beta)
+        for j in range(c):
+            scratch[j] = alpha[length - 1, j] + beta[j]
+        out[b] = offset + log_sum_exp(scratch)
         if out[b] == -INF:
             continue
         for t in range(length - 1, -1, -1):
@@ -429,6 +463,7 @@ def gradients_in_logs(items, U, TT, starts, ends, lengths, out, MU, MT):
                 for j in range(c):  # β is the log-sum of these, so the edges sum to μ at any scale
                     edge = mu * math.exp(T[step, i, j] + after[j] - beta[i])
                     MT[b, t if MT.shape[1] > 1 else 0, i, j] += edge
+            lower(beta)
 
 
 @kernel(inner=True)
@@ -454,12 +489,15 @@ def relative(x, out):
 
 
 @kernel
-def products(low, high, U, TT, lengths, VU, VT, WU, WT):
-    """Hessian-vector products: the derivative of the marginals in direction (VU, VT).
+def products(
+    low, high, U, TT, starts, ends, lengths, VU, VT, VS, VE, WU, WT
+):  # fmt: skip
+    """Hessian-vector products: the derivative of the marginals in direction (VU, VT, VS, VE).
 
     α̇ₜ(j) = u̇ₜ(j) + Σᵢ P(i | j)(α̇ₜ₋₁(i) + Ṫ(i, j)) and likewise β̇;
     μ̇ = μ·(α̇ + β̇ − Ȧ), and for an edge μ·(α̇(i) + Ṫ(i, j) + u̇(j) + β̇(j) − Ȧ). Only differences
-    between tags matter, so α̇ and β̇ are centred at every step and stay small on long chains.
+    between tags matter, so α̇ and β̇ are centred at every step and stay small on long chains, and so
+    are α and β. The ends are part of the first α and of the last β.
     """
     n, c = U.shape[1:]
     steps = WT.shape[1]
@@ -471,10 +509,12 @@ def products(low, high, U, TT, lengths, VU, VT, WU, WT):
     q, peaks = np.empty((c, c), U.dtype), np.empty(max(1, steps))
     edge, summed = np.empty((c, c)), np.empty((c, c))
     for b in range(low, high):
-        u, T, length = U[b], TT[b if TT.shape[0] > 1 else 0], lengths[b]
-        du, dT = VU[b], VT[b if VT.shape[0] > 1 else 0]
-        alpha[0] = u[0]
-        d_alpha[0] = du[0]
+        u, T, length = U[b], TT[b % TT.shape[0]], lengths[b]
+        du, dT = VU[b], VT[b % VT.shape[0]]
+        start, end = starts[b % starts.shape[0]], ends[b % ends.shape[0]]
+        end_row(u[0], start, end, True, False, alpha[0])
+        for j in range(c):
+            d_alpha[0, j] = du[0, j] + np.float64(VS[b % VS.shape[0], j])
         for t in range(1, length):
             step = 0 if T.shape[0] == 1 else t - 1
             if t == 1 or step > 0:
@@ -484,15 +524,17 @@ def products(low, high, U, TT, lengths, VU, VT, WU, WT):
                 alpha[t - 1], p, m + peaks[step], T[step], E[step], total, scratch, alpha[t], q
             )
             alpha[t] += u[t]
+            lower(alpha[t])
             d_alpha[t] = du[t]
             for i in range(c):
                 for j in range(c):
                     d_alpha[t, j] += q[i, j] * (d_alpha[t - 1, i] + dT[step, i, j])
             center(d_alpha[t])
-        if log_sum_exp(alpha[length - 1]) == -INF:
+        for j in range(c):
+            beta[j], d_beta[j] = end[j], VE[b % VE.shape[0], j]
+            scratch[j] = alpha[length - 1, j] + beta[j]
+        if log_sum_exp(scratch) == -INF:
             continue
-        beta[:] = 0.0
-        d_beta[:] = 0.0
         summed[:] = 0.0
         for t in range(length - 1, -1, -1):
             if t < length - 1:
@@ -527,6 +569,7 @@ def products(low, high, U, TT, lengths, VU, VT, WU, WT):
                 else:
                     WT[b, t] = edge
             center(d_beta)
+            lower(beta)
         if steps == 1:
             WT[b, 0] = summed
 
@@ -598,11 +641,12 @@ def mean_change(q, d_edge, d_after):
 
 
 @kernel
-def viterbi(low, high, U, TT, starts, ends, lengths, best, tags):
+def viterbi(low, high, U, TT, starts, ends, lengths, best, tags, far):
     """Best scores and tags of the items low..high; ties go to the first tag, NaN shows in best.
 
     Scores are kept relative to the best of each position; backpointers are found again on the way
-    back, for the tags of the best path only.
+    back, for the tags of the best path only. ``far``: whether a finite score of an item is so large
+    that others lose their digits beside it in float32.
     """
     n, c = U.shape[1:]
     a, new = np.empty((n, c), U.dtype), np.empty(c, U.dtype)
@@ -631,11 +675,18 @@ def viterbi(low, high, U, TT, starts, ends, lengths, best, tags):
             if a[length - 1, j] > top:
                 top, tag = a[length - 1, j], j
         best[b] = top + shift
-        if has_nan(u[:length]) or has_nan(T[:used].reshape(used * c, c)):
+        nan, far[b] = False, False
+        for rows in (
+            u[:length],
+            T[:used].reshape(used * c, c),
+            start.reshape(1, c),
+            end.reshape(1, c),
+        ):
+            bad, large = extremes(rows)
+            nan |= bad
+            far[b] |= large
+        if nan:
             best[b] = np.nan
-        for j in range(c):
-            if start[j] != start[j] or end[j] != end[j]:
-                best[b] = np.nan
         for t in range(n - 1, -1, -1):
             tags[b, t] = tag if t < length else -1
             if 0 < t < length:
@@ -669,12 +720,15 @@ def best_into(a, T, best):
 
 
 @kernel(inner=True)
-def has_nan(x):
-    found = False
+def extremes(x):
+    """Whether an entry is NaN, and whether one is finite and far from 0."""
+    bad, large = False, False
     for i in range(x.shape[0]):
         for j in range(x.shape[1]):
-            found |= x[i, j] != x[i, j]
-    return found
+            y = abs(x[i, j])
+            bad |= y != y
+            large |= (y > FAR) & (y < INF)
+    return bad, large
 
 
 def _array(tensor: Tensor, dtype: torch.dtype) -> NDArray:
@@ -801,8 +855,7 @@ def _again(inputs: tuple[NDArray, ...], steps: int) -> tuple[NDArray, ...]:
     """The same where it did not work: in float64, or if it was in float64, in log space."""
     u = inputs[0]
     if u.dtype == np.float32:
-        wide = tuple(x.astype(np.float64) if x.dtype == u.dtype else x for x in inputs)
-        return _gradient(wide, steps)
+        return _gradient(_wide(inputs), steps)
     (B, n, c), items = u.shape, np.arange(len(u))
     outputs = np.empty(B), np.empty((B, n, c)), np.empty((B, steps, c, c))
 
@@ -821,31 +874,44 @@ def _integers(tensor: Tensor) -> NDArray:
     return tensor.detach().to(torch.int64).contiguous().numpy()
 
 
-def hvp(
-    unary: Tensor, transition: Tensor, v_unary: Tensor, v_transition: Tensor, lengths: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The Hessian of A times the direction (v_unary, v_transition), start and end included."""
+def hvp(scores: Sequence[Tensor], directions: Sequence[Tensor], lengths: Tensor) -> list[Tensor]:
+    """The Hessian of A times a direction in unary, transition, start and end scores."""
+    unary, transition, start, end = scores
     w, w_edges = unary.new_zeros(unary.shape), unary.new_zeros(transition.shape)
-    none = unary.new_empty(1, 0)
-    u, T, _, _, sizes = _inputs(unary, transition, none, none, lengths)
-    dT = _inputs(unary, v_transition, none, none, lengths)[1]
-    du = v_unary.detach().contiguous().numpy()
+    inputs = _inputs(unary, transition, start, end, lengths)
+    v = _inputs(*directions, lengths)[:4]
     outputs = (w.numpy(), w_edges.numpy())
 
     def task(low: int, high: int) -> None:
-        products(low, high, u, T, sizes, du, dT, *outputs)
+        products(low, high, *inputs, *v, *outputs)
 
     run_chunks(task, len(unary), 4 * _work(unary))
-    return w, w_edges
+    first = w[:, 0, : start.shape[1]].clone()
+    last = w[torch.arange(len(w)), torch.from_numpy(inputs[-1]) - 1, : end.shape[1]]
+    return [w, w_edges, first, last]
 
 
 def argmax(
     unary: Tensor, transition: Tensor, start: Tensor, end: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The best score ``(B)`` and its tags ``(B, n)``, −1 in the padding."""
-    best = unary.new_empty(len(unary))
-    tags = torch.empty(unary.shape[:2], dtype=torch.int64)
     inputs = _inputs(unary, transition, start, end, lengths)
-    outputs = (best.numpy(), tags.numpy())
-    run_chunks(lambda i, j: viterbi(i, j, *inputs, *outputs), len(unary), _work(unary))
-    return best, tags
+    best, tags, far = _viterbi(inputs)
+    if far.any() and unary.dtype == torch.float32:
+        best[far], tags[far], _ = _viterbi(_wide(_of_items(far, inputs)))
+    return torch.from_numpy(best), torch.from_numpy(tags)
+
+
+def _viterbi(inputs: tuple[NDArray, ...]) -> tuple[NDArray, ...]:
+    u = inputs[0]
+    best, far = np.empty(len(u), u.dtype), np.empty(len(u), np.bool_)
+    outputs = best, np.empty(u.shape[:2], np.int64), far
+    run_chunks(
+        lambda i, j: viterbi(i, j, *inputs, *outputs), len(u), math.prod(u.shape) * u.shape[2]
+    )
+    return outputs
+
+
+def _wide(inputs: tuple[NDArray, ...]) -> tuple[NDArray, ...]:
+    """The same with scores in float64."""
+    return tuple(x.astype(np.float64) if x.dtype == np.float32 else x for x in inputs)

@@ -37,22 +37,27 @@ def value(
 def fold(
     unary: Tensor, start: Tensor, end: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor | float]:
-    """``unary`` with start and end ``(B, c)`` added at the first and the last position, less their
-    peaks where that saves digits; and what A loses by it, ``(B)`` or 0.
+    """``unary`` with start and end ``(B, c)`` added at the first and the last position, which are
+    then given less their largest scores; and what A loses by it, ``(B)`` in float64 or 0.
 
-    Either may be absent, ``(B, 0)``.
+    The sums are taken in float64, so that a mask in one of them does not cost the others their
+    digits. Either may be absent, ``(B, 0)``.
     """
     if not start.shape[-1] and not end.shape[-1]:
         return unary, 0.0
     last = (lengths.long() - 1)[:, None, None].expand(-1, 1, unary.shape[-1])
-    pairs = [(start, torch.zeros_like(last)), (end, last)]
-    given = [(scores, place) for scores, place in pairs if scores.shape[-1]]
-    added, places = (torch.stack(column, 1) for column in zip(*given, strict=True))
-    lost: Tensor | float = 0.0
-    if unary.dtype != torch.float64:  # sums of two large offsets would be rounded
-        peak = added.amax(-1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
-        added, lost = added - peak, peak.double().sum((1, 2))
-    return unary.scatter_add(1, places.squeeze(2), added), lost
+    places = torch.cat([torch.zeros_like(last), last], 1)
+    alone = last == 0  # where both ends are added to one position
+    rows = unary.gather(1, places).double()
+    for scores, at in ((start, 0), (end, 1)):
+        if scores.shape[-1]:
+            here = alone | (torch.arange(2, device=unary.device)[:, None] == at)
+            rows = rows + torch.where(here, scores.double()[:, None], 0.0)
+    peak = rows.detach().amax(-1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
+    lost = peak[:, 0] + torch.where(alone[:, :, 0], 0.0, peak[:, 1])
+    rows = (rows - peak).to(unary.dtype)
+    unary = unary.scatter(1, last, rows[:, 1:])  # one after the other: they may be at one position
+    return unary.scatter(1, torch.zeros_like(last), rows[:, :1]), lost.squeeze(-1)
 
 
 def score(unary: Tensor, transition: Tensor, lengths: Tensor, tags: Tensor) -> Tensor:

@@ -74,11 +74,11 @@ def _scaled(tensors: Tensors, gamma: float) -> list[Tensor]:
 
 def _naive(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
     # in float64 throughout: a loss is a small difference of what may be large
-    (unary, transition), _ = _folded([t.double() for t in scores], constants[0])
+    (unary, transition), lost = _folded([t.double() for t in scores], constants[0])
     value = naive.value(unary, transition, constants[0], from_code(omega))
     if len(constants) > 1:
-        value = value - naive.score(unary, transition, *constants)
-    return value.to(scores[0].dtype)
+        return (value - naive.score(unary, transition, *constants)).to(scores[0].dtype)
+    return (value + lost).to(scores[0].dtype)
 
 
 def _folded(scores: Tensors, lengths: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor | float]:
@@ -154,10 +154,15 @@ def _hvp(
     scores: Tensors, directions: Tensors, constants: Tensors, key: str, omega: Omega
 ) -> list[Tensor]:
     gamma, lengths = omega[1], constants[0]
-    theta, _ = _folded(_scaled(scores, gamma), lengths)
-    # a direction loses nothing by its peaks either: along a whole position A is linear
-    v, _ = _folded([t.to(theta[0].dtype) for t in directions], lengths)
-    w = _spread(_engine(theta[0]).hvp(*theta, *v, lengths), scores[2:], lengths)
+    theta = _scaled(scores, gamma)
+    along = [t.to(theta[0].dtype) for t in directions]
+    if _backend(scores[0]) == "cpu":
+        w = _engine(theta[0]).hvp(_four(theta), _four(along), lengths)[: len(scores)]
+    else:
+        folded, _ = _folded(theta, lengths)
+        # a direction loses nothing by its peaks either: along a whole position A is linear
+        v, _ = _folded(along, lengths)
+        w = _spread(_engine(folded[0]).hvp(*folded, *v, lengths), scores[2:], lengths)
     return w if gamma == 1.0 else [(t / gamma).to(scores[0].dtype) for t in w]
 
 
@@ -173,12 +178,15 @@ def _run_argmax(
     batch, n = unary.shape[:-2], unary.shape[-2]
     given = ((unary, 2), (transition, 3), (start, 1), (end, 1), (lengths, 0))
     *theta, sizes = [flatten_batch(t, d) for t, d in given]
+    backend = _backend(unary)
     lost: Tensor | float = 0.0
-    if _backend(unary) != "cpu":
+    if backend == "naive":
+        theta = [t.double() for t in theta]
+    if backend != "cpu":
         folded, lost = _folded(theta, sizes)
         theta = list(folded)
     best, tags = _engine(unary).argmax(*theta, sizes)
-    best = (best + lost).to(best.dtype)
+    best = (best + lost).to(unary.dtype)
     return [best.reshape(batch), tags.reshape(*batch, n)]
 
 
