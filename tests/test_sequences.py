@@ -335,6 +335,27 @@ def test_hmm_of_ragged_observations() -> None:
     assert torch.equal(hmm[1].argmax(), hmm.argmax()[1])
 
 
+@pytest.mark.parametrize("wrong", [5, -7])
+def test_impossible_observations_are_nan_where_they_are_not_validated(wrong: int) -> None:
+    """Under vmap, in a compiled function and with validate_args=False; those in the padding may be
+    anything."""
+    initial, transition, emission = torch.randn(2), torch.randn(2, 2), torch.randn(2, 3)
+    seen = torch.tensor([[0, 1, wrong], [0, 1, 2]])
+
+    def posterior(observations: torch.Tensor) -> torch.Tensor:
+        return sx.HMM(initial, transition, emission, observations).marginals()
+
+    right = posterior(seen[1])
+    compiled = torch.compile(posterior, fullgraph=True, backend="aot_eager")
+    unchecked = sx.HMM(initial, transition, emission, seen, validate_args=False)
+    for found in (torch.func.vmap(posterior)(seen), compiled(seen), unchecked.marginals()):
+        assert found[0].isnan().all()
+        close(found[1], right)
+    assert unchecked.log_partition().isnan().tolist() == [True, False]
+    short = sx.HMM(initial, transition, emission, seen, lengths=torch.tensor([2, 3]))
+    close(short.marginals()[0, :2], posterior(seen[0, :2]))
+
+
 # -- sizes ---------------------------------------------------------------------------------------
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from structmax import checks
@@ -62,11 +64,10 @@ class HMM(LinearChain):
                 f"HMM: transition must be (..., {c}, {c}) to match emission "
                 f"{tuple(emission.shape)}, got {tuple(transition.shape)}."
             )
-        if observations.is_floating_point() or observations.dim() < 1:
-            raise ValueError(
-                "HMM: observations must be integers (..., n), got "
-                f"{tuple(observations.shape)} of {observations.dtype}."
-            )
+        if not checks.holds_integers(observations) or observations.dim() < 1:
+            given = isinstance(observations, Tensor)
+            got = f"{tuple(observations.shape)} of {observations.dtype}" if given else observations
+            raise ValueError(f"HMM: observations must be integers (..., n), got {got}.")
         checks.same_device(
             "HMM", initial=initial, transition=transition, emission=emission,
             observations=observations,
@@ -83,28 +84,36 @@ class HMM(LinearChain):
         self._whole = (*batch, n, c)
         if transition.dim() > 2:
             transition = transition.expand(*batch, c, c)
-        super().__init__(
-            self.unary, transition, initial, None, lengths, smoothing, validate_args
-        )  # fmt: skip
-        if self._validate_args and checks.can_look():
-            unknown = (observations < 0) | (observations >= symbols)
-            wrong = unknown.expand(*self.batch_shape, n) & self._inside()
+        if lengths is not None:
+            lengths = checks.lengths("HMM", lengths, emission.device)
+        if (validate_args is None or validate_args) and checks.can_look():
+            wrong = self._unknown().expand(*batch, n)
+            if lengths is not None:
+                wrong = wrong & (torch.arange(n, device=wrong.device) < lengths[..., None])
             if bool(wrong.any()):
                 where = tuple(wrong.nonzero()[0].tolist())
                 raise ValueError(
                     f"HMM: observations must be between 0 and {symbols - 1}; "
                     f"observations{list(where)} is not."
                 )
+        super().__init__(
+            self.unary, transition, initial, None, lengths, smoothing, validate_args
+        )  # fmt: skip
+
+    def _unknown(self) -> Tensor:
+        """Which observations are no symbols, ``(*B, n)``."""
+        return (self.observations < 0) | (self.observations >= self.emission.shape[-1])
 
     @property
     def unary(self) -> Tensor:
-        """``emission[:, observations]`` ``(*B, n, c)``, read at each query: emissions may change
-        between two, and each has a graph of its own."""
+        """``emission[:, observations]`` ``(*B, n, c)``, NaN for what is no symbol, read at each
+        query: emissions may change between two, and each has a graph of its own."""
         *batch, n, c = self._whole
         symbols = self.emission.shape[-1]
-        symbol = self.observations.long().clamp(0, symbols - 1)  # the padding may hold anything
+        symbol = self.observations.long().clamp(0, symbols - 1)
         table = self.emission.mT.expand(*batch, symbols, c)
-        return table.gather(-2, symbol[..., None].expand(*batch, n, c))
+        scores = table.gather(-2, symbol[..., None].expand(*batch, n, c))
+        return torch.where(self._unknown()[..., None], math.nan, scores)
 
     @unary.setter
     def unary(self, scores: Tensor) -> None:
