@@ -71,6 +71,17 @@ def tree(scores: Tensor, root: str, lengths: Tensor | None = None, **options):
 
 
 @pytest.mark.parametrize("root", ROOTS)
+def test_visits_are_conserved_under_huge_scores(root: str) -> None:
+    """Where every tree has huge scores, as many visits leave a span as reach it."""
+    key = key_of(4, root)
+    scores = torch.full((3, 16), torch.finfo(torch.float32).min)
+    scores[1:] = torch.tensor([[-1e9], [-1e18]])
+    mu = gradient("gpu", key, scores.to(DEVICE), goals(key, 3).to(DEVICE))[1]
+    assert bool((mu <= 1 + 1e-6).all())
+    torch.testing.assert_close(mu.sum(-1).cpu(), torch.full((3,), 4.0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("root", ROOTS)
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 9])
 def test_ragged_trees(n: int, root: str) -> None:
     """As structures ask for them, with lengths and γ ≠ 1."""

@@ -110,6 +110,21 @@ def test_gradient_hvp(seed, omega):
     check_smooth_queries(forest, *batch(forest, seed), omega)
 
 
+@pytest.mark.parametrize("omega", KINDS, ids=str)
+def test_visits_are_conserved_under_huge_scores(omega):
+    """Where every derivation has a huge score, as many visits leave a node as reach it."""
+    forest = cky(4)
+    scores = torch.full((3, forest.num_parts), torch.finfo(torch.float32).min)
+    scores[1:] = torch.tensor([[-1e9], [-1e18]])
+    goal = torch.full((3,), forest.num_nodes - 1)
+    here = scores.to(DEVICE), goal.to(DEVICE)
+    mu = gradient(forest, *here, omega, "gpu")[1]
+    w = hvp(forest, here[0], torch.ones_like(here[0]), here[1], omega, "gpu")
+    assert bool((mu <= 1 + 1e-5).all())
+    assert_close(mu.sum(-1), torch.full((3,), 7.0), 1e-5)  # spans of a tree
+    assert_close(w, torch.zeros_like(w), 1e-5)
+
+
 def test_value_alone():
     forest = random_forest(0)
     scores, goal = (t.to(DEVICE) for t in batch(forest, 0))

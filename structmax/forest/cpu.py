@@ -7,8 +7,18 @@ Memory per item is O(nodes + parts): the weight of an edge is recomputed from th
 Value and gradient under Shannon are computed by ``products`` where these stay in range, and without
 lists where the forest is a chart (``cpu_charts``).
 
+The recurrence: with x[e] = V[tail₁(e)] + V[tail₂(e)] + θ[part(e)] for the edges e into v,
+
+    V[v] = θ[part(v)] + maxΩ(x),    q = argmaxΩ(x),    G[tail] += G[v]·q[e] from the goal down.
+
+Range: q is computed from x − max x and divided by its own sum, never from a difference to V[v],
+which has lost the logarithm of the sum where scores are of order 1e16·γ. So the visits that leave a
+node are those that reach it, whatever the scores; differences below the rounding of V (1e-16 of the
+largest score on the way) are lost.
+
 ``V (v+1, L)`` node values, the last row 0 for the absent tail; ``S (P+1, L)`` scores, the last row
-0 for the absent part; ``T (v, L)`` what a node needs to give back its backpointers (see ``up``).
+0 for the absent part; ``T (v, L)`` what a node needs to give back its backpointers besides its
+options: the largest of them (Shannon, Hard) or the threshold τ less the largest (Tsallis).
 """
 
 from __future__ import annotations
@@ -114,7 +124,7 @@ def options(x, V, S, e0, e1, tail1, tail2, edge_part, peak):
 
 @kernel(fused=True)
 def up(kind, gamma, alpha, S, V, T, x, last, ptr, tail1, tail2, edge_part, node_part, runs):
-    """Values of nodes 0..last. T holds W = V − θ[part(v)] (Shannon, Hard) or τ (Tsallis)."""
+    """Values of nodes 0..last, and T."""
     L = S.shape[1]
     peak, total = np.empty(L), np.empty(L)
     inverse = 1.0 / gamma
@@ -131,12 +141,12 @@ def up(kind, gamma, alpha, S, V, T, x, last, ptr, tail1, tail2, edge_part, node_
                     for lane in range(L):
                         total[lane] += exp((x[d, lane] - peak[lane]) * inverse)
                 for lane in range(L):
-                    T[v, lane] = peak[lane] + gamma * math.log(total[lane])
+                    V[v, lane] = peak[lane] + gamma * math.log(total[lane]) + S[own, lane]
             else:
                 for lane in range(L):
-                    T[v, lane] = x[0, lane]
+                    V[v, lane] = x[0, lane] + S[own, lane]
             for lane in range(L):
-                V[v, lane] = T[v, lane] + S[own, lane]
+                T[v, lane] = peak[lane]
         elif kind == HARD:
             for lane in range(L):
                 for d in range(e1 - e0):
@@ -164,25 +174,34 @@ def up(kind, gamma, alpha, S, V, T, x, last, ptr, tail1, tail2, edge_part, node_
                             gain += p * (x[d, lane] - peak[lane])
                             gain -= p * (base - 1.0) * gamma / (alpha * (alpha - 1.0))  # p^α − p
                     value += gain / mass
-                    T[v, lane] = peak[lane] + tau
+                    T[v, lane] = tau
                 V[v, lane] = value + S[own, lane]
 
 
 @kernel(fused=True)
-def weights(kind, gamma, alpha, x, count, T, v):
-    """Replaces the options x of node v by its backpointers q. Nothing where it is infeasible."""
+def weights(kind, gamma, alpha, x, count, peak, T, v, share):
+    """Replaces the options x of node v by weights, and ``share`` by the inverse of their sum: the
+    backpointers are q = x·share. Nothing where the node is infeasible."""
     L = x.shape[1]
     inverse = 1.0 / gamma
     if kind == SHANNON:
         if count == 1:
             for lane in range(L):
                 x[0, lane] = 1.0 if x[0, lane] > -INF else x[0, lane] - x[0, lane]
-        for d in range(count if count > 1 else 0):
+                share[lane] = 1.0
+            return
+        for lane in range(L):
+            share[lane] = 0.0
+        for d in range(count):
             for lane in range(L):
-                x[d, lane] = exp((x[d, lane] - T[v, lane]) * inverse)
+                w = exp((x[d, lane] - peak[lane]) * inverse)
+                x[d, lane] = w
+                share[lane] += w
+        for lane in range(L):
+            share[lane] = 1.0 / share[lane]
     elif kind == HARD:
         for lane in range(L):
-            chosen = -1
+            chosen, share[lane] = -1, 1.0
             for d in range(count):
                 if chosen < 0 and x[d, lane] == T[v, lane]:
                     chosen = d
@@ -193,11 +212,10 @@ def weights(kind, gamma, alpha, x, count, T, v):
         for lane in range(L):
             total = 0.0
             for d in range(count):
-                base = rate * (x[d, lane] - T[v, lane])
+                base = rate * (x[d, lane] - peak[lane] - T[v, lane])
                 x[d, lane] = base**power if base > 0 else 0.0
                 total += x[d, lane]
-            for d in range(count):
-                x[d, lane] /= total
+            share[lane] = 1.0 / total
 
 
 @kernel(fused=True)
@@ -206,7 +224,7 @@ def down(
 ):
     """Expected visits G of nodes and M of parts, from each lane's goal down."""
     L = S.shape[1]
-    peak = np.empty(L)
+    peak, share = np.empty(L), np.empty(L)
     for lane in range(L):
         G[goal[lane], lane] = 1.0 if V[goal[lane], lane] > -INF else 0.0
         if V[goal[lane], lane] != V[goal[lane], lane]:
@@ -220,14 +238,15 @@ def down(
         e0, e1 = edges_of(v, ptr, tail1, tail2, edge_part, runs)
         own = node_part[v]
         options(x, V, S, e0, e1, tail1, tail2, edge_part, peak)
-        weights(kind, gamma, alpha, x, e1 - e0, T, v)
+        weights(kind, gamma, alpha, x, e1 - e0, peak, T, v, share)
         for lane in range(L):
             M[own, lane] += G[v, lane]
+            # a node that is not visited may be infeasible, with weights that are NaN
+            share[lane] = G[v, lane] * share[lane] if G[v, lane] != 0 else 0.0
         for e in range(e0, e1):
             a, b, c, d = tail1[e], tail2[e], edge_part[e], e - e0
             for lane in range(L):
-                # a node that is not visited may be infeasible, with weights that are NaN
-                flow = G[v, lane] * x[d, lane] if G[v, lane] != 0 else 0.0
+                flow = share[lane] * x[d, lane] if share[lane] != 0 else 0.0
                 G[a, lane] += flow
                 G[b, lane] += flow
                 M[c, lane] += flow
@@ -238,7 +257,7 @@ def pointers(kind, gamma, alpha, S, V, T, x, ptr, tail1, tail2, edge_part, node_
     """Backpointers q ``(L, e)`` of all nodes: zeros where one is infeasible, NaN where an option of
     it is."""
     L, first = S.shape[1], 0
-    peak, bad = np.empty(L), np.empty(L, np.bool_)
+    peak, share, bad = np.empty(L), np.empty(L), np.empty(L, np.bool_)
     for v in range(len(ptr) - 1):
         e0, e1 = edges_of(v, ptr, tail1, tail2, edge_part, runs)
         options(x, V, S, e0, e1, tail1, tail2, edge_part, peak)
@@ -246,10 +265,10 @@ def pointers(kind, gamma, alpha, S, V, T, x, ptr, tail1, tail2, edge_part, node_
             bad[lane] = False
             for d in range(e1 - e0):
                 bad[lane] |= x[d, lane] != x[d, lane]
-        weights(kind, gamma, alpha, x, e1 - e0, T, v)
+        weights(kind, gamma, alpha, x, e1 - e0, peak, T, v, share)
         for d in range(e1 - e0):
             for lane in range(L):
-                weight = x[d, lane] if peak[lane] > -INF else 0.0
+                weight = x[d, lane] * share[lane] if peak[lane] > -INF else 0.0
                 q[lane, first + d] = math.nan if bad[lane] else weight
         first += e1 - e0
 
@@ -265,19 +284,19 @@ def tangent(
     and x̄ the mean of ẋ under s (s = q for Shannon; q̇ = 0 for Hard), Ġ[tail] += Ġ q + G q̇.
     """
     L = S.shape[1]
-    peak, top, bottom = np.empty(L), np.empty(L), np.empty(L)
+    peak, share, top, bottom = np.empty(L), np.empty(L), np.empty(L), np.empty(L)
     for v in range(last + 1):
         e0, e1 = edges_of(v, ptr, tail1, tail2, edge_part, runs)
         own = node_part[v]
         options(x, V, S, e0, e1, tail1, tail2, edge_part, peak)
-        weights(kind, gamma, alpha, x, e1 - e0, T, v)
+        weights(kind, gamma, alpha, x, e1 - e0, peak, T, v, share)
         for lane in range(L):
             dV[v, lane], top[lane], bottom[lane] = dS[own, lane], 0.0, 0.0
         for e in range(e0, e1):
             a, b, c, d = tail1[e], tail2[e], edge_part[e], e - e0
             for lane in range(L):
                 dx = dS[c, lane] + dV[a, lane] + dV[b, lane]
-                q = x[d, lane] if V[v, lane] != -INF else 0.0
+                q = x[d, lane] * share[lane] if V[v, lane] != -INF else 0.0
                 dV[v, lane] += q * dx if q != 0 else 0.0
                 if kind > SHANNON:
                     s = q ** (2.0 - alpha) if q > 0 else 0.0
@@ -302,13 +321,13 @@ def tangent(
         e0, e1 = edges_of(v, ptr, tail1, tail2, edge_part, runs)
         own = node_part[v]
         options(x, V, S, e0, e1, tail1, tail2, edge_part, peak)
-        weights(kind, gamma, alpha, x, e1 - e0, T, v)
+        weights(kind, gamma, alpha, x, e1 - e0, peak, T, v, share)
         for lane in range(L):
             dM[own, lane] += dG[v, lane]
         for e in range(e0, e1):
             a, b, c, d = tail1[e], tail2[e], edge_part[e], e - e0
             for lane in range(L):
-                q, flow, dflow = x[d, lane], 0.0, 0.0
+                q, flow, dflow = x[d, lane] * share[lane], 0.0, 0.0
                 if G[v, lane] != 0 and q != 0:
                     dx = dS[c, lane] + dV[a, lane] + dV[b, lane]
                     s = q ** (2.0 - alpha) if kind > SHANNON else q
@@ -339,22 +358,25 @@ def walk(
         if node_part[v] < width:
             z[node_part[v]] += 1
         e0, e1 = edges_of(v, ptr, tail1, tail2, edge_part, runs)
-        total = 0.0
+        chosen, total = e0, 0.0
         for e in range(e0, e1):
             y = V[tail1[e], lane] + V[tail2[e], lane] + S[edge_part[e], lane]
             if kind == SHANNON:
                 total += math.exp((y - T[v, lane]) / gamma)
-            elif kind > SHANNON:
-                base = rate * (y - T[v, lane])
-                total += base ** (1.0 / (alpha - 1.0)) if base > 0 else 0.0
-            elif y == T[v, lane] and total == 0.0:
-                total = 1.0
-                x[0, 0] = e
-            if kind != HARD:
                 x[e - e0, 0] = total
-        if kind == HARD:
-            chosen = int(x[0, 0])
-        else:
+            elif kind > SHANNON:
+                x[e - e0, 0] = y
+            elif y == T[v, lane] and total == 0.0:
+                chosen, total = e, 1.0
+        if kind > SHANNON:
+            peak = -INF
+            for d in range(e1 - e0):
+                peak = max(peak, x[d, 0])
+            for d in range(e1 - e0):
+                base = rate * (x[d, 0] - peak - T[v, lane])
+                total += base ** (1.0 / (alpha - 1.0)) if base > 0 else 0.0
+                x[d, 0] = total
+        if kind != HARD:
             target = uniform[used] * total
             used += 1
             chosen = e0

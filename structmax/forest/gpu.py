@@ -16,9 +16,14 @@ gradient leave forests of many small levels to ``gpu_items``, projective trees t
 Node values stay float64, so that long sums keep their digits under large offsets; the differences
 that enter exp and pow are cast to the dtype of the scores first.
 
+The recurrence and its range are those of ``cpu``: q = exp((x − max x)/γ)/Σ, of which the largest
+option and the sum are kept apart. In their logarithm, the sum is lost where scores are huge, and
+more visits would leave a node than reach it.
+
 Glossary: ``S (P+1, B)`` scores, the last row 0 for the absent part; ``V (v+1, B)`` values, the last
-row 0 for the absent tail; ``T (v, B)`` what gives back a node's weights q: the chosen edge (Hard,
-−1 if none), V − θ[part(v)] (Shannon), the threshold τ (Tsallis); ``G (v, B)`` expected visits.
+row 0 for the absent tail; ``T (2v, B)`` what gives back the weights q of node v, in rows 2v and
+2v + 1: the chosen edge, −1 if none, and nothing (Hard), the largest option and 1/Σ (Shannon), the
+largest option and τ less that (Tsallis); ``G (v, B)`` expected visits.
 """
 
 from __future__ import annotations
@@ -112,14 +117,15 @@ def power(base, exponent, KIND: tl.constexpr):
 
 
 @triton.jit
-def weights(x, e, t, gamma, alpha, DTYPE: tl.constexpr, KIND: tl.constexpr):
-    """q ``(BE, BB)`` of edges e with options x, given T of their heads; NaN where that is NaN."""
+def weights(x, e, t, w, gamma, alpha, DTYPE: tl.constexpr, KIND: tl.constexpr):
+    """q ``(BE, BB)`` of edges e with options x, given both rows of T of their heads; NaN where one
+    of them is NaN."""
     if KIND == HARD:
         q = tl.where(t != t, t, (e[:, None] == t).to(t.dtype)).to(DTYPE)
     elif KIND == SHANNON:
-        q = tl.exp(((x - t) / gamma).to(DTYPE))
+        q = tl.exp(((x - t) / gamma).to(DTYPE)) * w.to(DTYPE)
     else:
-        q = power(((x - t) * ((alpha - 1.0) / gamma)).to(DTYPE), 1.0 / (alpha - 1.0), KIND)
+        q = power(((x - t - w) * ((alpha - 1.0) / gamma)).to(DTYPE), 1.0 / (alpha - 1.0), KIND)
     return q
 
 
@@ -229,16 +235,18 @@ def up_node(
     if KIND == HARD:
         first = tl.min(tl.where(peaks == peak[None, :], firsts, NONE), 0)
         t, value = tl.where(feasible, first, -1).to(tl.float64), peak
+        w = offset
     elif KIND == SHANNON:
         sums *= tl.exp(((peaks - offset[None, :]) / gamma).to(DTYPE))
-        value = peak + gamma * tl.log(tl.where(feasible, tl.sum(sums, 0), 1.0))
-        t = value
+        total = tl.where(feasible, tl.sum(sums, 0), 1.0)
+        value = peak + gamma * tl.log(total)
+        t, w = offset, 1.0 / total.to(tl.float64)
     else:
         tau = threshold(
             V, S, ptr, tail1, tail2, edge_part, v, r0, r1, before, offset, b, items, B,
             gamma, alpha, BE, BB, DTYPE, KIND, RULED,
         )  # fmt: skip
-        t = offset + tau
+        t, w = offset, tau
         gains = tl.zeros((BE, BB), tl.float64)  # p(x − peak) − γ/(α(α−1)) (p^α − p)
         total = tl.zeros((BE, BB), tl.float64)
         for run in range(r0, r1):
@@ -255,7 +263,8 @@ def up_node(
         value = offset + tl.sum(gains, 0) / tl.maximum(tl.sum(total, 0), 1e-30)
         value = tl.where(feasible, value, -float("inf"))
     own = tl.load(row(S, tl.load(node_part + v), b, B), mask=items)
-    tl.store(row(T, v, b, B), t + nan, mask=items)
+    tl.store(row(T, 2 * v, b, B), t + nan, mask=items)
+    tl.store(row(T, 2 * v + 1, b, B), w + nan, mask=items)
     tl.store(row(V, v, b, B), value + nan + own, mask=items)
 
 
@@ -298,7 +307,8 @@ def tangent_up(
             v = tl.load(order + start + tile // tiles)
             b = (tile % tiles) * BB + tl.arange(0, BB)
             items = b < B
-            t = tl.load(row(T, v, b, B), mask=items, other=0.0)
+            t = tl.load(row(T, 2 * v, b, B), mask=items, other=0.0)[None, :]
+            w = tl.load(row(T, 2 * v + 1, b, B), mask=items, other=0.0)[None, :]
             feasible = tl.load(row(V, v, b, B), mask=items) != -float("inf")
             r0, r1, before = 0, 1, 0
             if RULED:
@@ -312,7 +322,7 @@ def tangent_up(
                     one, two, part = ends(tail1, tail2, edge_part, run, e, e < e1, RULED)
                     x = options(V, S, one, two, part, e < e1, b, items, B)
                     dx = options(dV, dS, one, two, part, e < e1, b, items, B)
-                    q = weights(x, before + e, t[None, :], gamma, alpha, S.dtype.element_ty, KIND)
+                    q = weights(x, before + e, t, w, gamma, alpha, S.dtype.element_ty, KIND)
                     used = (q != 0.0) & feasible[None, :]
                     s = tl.where(used, curvature(q, alpha, KIND), 0.0)
                     dot += tl.where(used, q * dx, 0.0)
@@ -338,8 +348,11 @@ def flows(
     DTYPE: tl.constexpr = S.dtype.element_ty
     inside = live[:, None] & items[None, :]
     x = options(V, S, first, second, part, live, b, items, B)
-    t = tl.load(rows(T, h, b, B), mask=inside, other=0.0)
-    q = weights(x, e, t, gamma, alpha, DTYPE, KIND)
+    t = tl.load(rows(T, 2 * h, b, B), mask=inside, other=0.0)
+    w = t
+    if KIND != HARD:
+        w = tl.load(rows(T, 2 * h + 1, b, B), mask=inside, other=0.0)
+    q = weights(x, e, t, w, gamma, alpha, DTYPE, KIND)
     g = tl.load(rows(G, h, b, B), mask=inside, other=0.0)
     # A node that is not visited may be infeasible, with weights that are NaN.
     flow = tl.where(g == 0.0, 0.0, g * q)
@@ -596,7 +609,8 @@ def walk(
         v = tl.load(stack + top)
         part = tl.load(node_part + v)
         tl.atomic_add(z + part, 1.0, mask=part < width, sem="relaxed")
-        t = tl.load(T + v.to(tl.int64) * B + b)
+        t = tl.load(T + 2 * v.to(tl.int64) * B + b)
+        w = tl.load(T + (2 * v.to(tl.int64) + 1) * B + b)
         r0, r1 = 0, 1
         if RULED:
             r0, r1 = tl.load(ptr + v), tl.load(ptr + v + 1)
@@ -611,7 +625,7 @@ def walk(
                     e = start + tl.arange(0, BE)
                     one, two, own = ends(tail1, tail2, edge_part, run, e, e < e1, RULED)
                     x = options(V, S, one, two, own, e < e1, item, everywhere, B)
-                    q = weights(x, e, t, gamma, alpha, tl.float64, KIND)
+                    q = weights(x, e, t, w, gamma, alpha, tl.float64, KIND)
                     total += tl.sum(q, 0)
                     # The last edge of any weight, should rounding leave the target beyond the sum.
                     last = tl.max(tl.max(tl.where(q > 0, before + e[:, None], 0), 0), 0)
@@ -627,7 +641,7 @@ def walk(
                     e = start + tl.arange(0, BE)
                     one, two, own = ends(tail1, tail2, edge_part, run, e, e < e1, RULED)
                     x = options(V, S, one, two, own, e < e1, item, everywhere, B)
-                    q = weights(x, e, t, gamma, alpha, tl.float64, KIND)
+                    q = weights(x, e, t, w, gamma, alpha, tl.float64, KIND)
                     reached = passed[None, :] + tl.cumsum(q, 0) > target[None, :]
                     place = tl.where(reached, before + e[:, None], NONE)
                     chosen = tl.minimum(chosen, tl.min(tl.min(place, 0), 0))
@@ -675,7 +689,7 @@ class Block:
         self.BB = min(ITEMS, triton.next_power_of_2(max(self.B, 1)))
         self.tiles = triton.cdiv(self.B, self.BB)
         self.S = self.side_by_side(scores)
-        self.V, self.T = self.zeros(forest.num_nodes + 1), self.table(forest.num_nodes)
+        self.V, self.T = self.zeros(forest.num_nodes + 1), self.table(2 * forest.num_nodes)
         self.by_level(
             up, forest.max_degree, self.S, self.V, self.T, *self.incoming(),
             self.gamma, self.alpha, KIND=self.kind,
@@ -777,7 +791,7 @@ class Block:
 
     def hvp(self, direction: Tensor) -> Tensor:
         dS, dV = self.side_by_side(direction), torch.zeros_like(self.V)
-        mean = torch.empty_like(self.T)
+        mean = self.table(self.forest.num_nodes)
         self.by_level(
             tangent_up, self.forest.max_degree, self.S, self.V, self.T, dS, dV, mean,
             *self.incoming(), self.gamma, self.alpha, KIND=self.kind,

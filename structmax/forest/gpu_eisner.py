@@ -23,12 +23,17 @@ Sums flow to a span from those that use it, never through atomics, and no item s
 same input gives the same bits, whatever the batch. Values are float64 and in units of γ, what
 enters exp and log in the dtype of the scores.
 
+Range: a value V = peak + log Σ loses the logarithm where scores are huge. exp(x − V) is therefore
+multiplied by exp(V − peak)/Σ, which is 1 but for that rounding, so that the visits which leave a
+span are those that reach it.
+
 As in every forest an item may name any node as its goal. An item's chart ends at the last word of
 its goal.
 
 Glossary: n words up to that one, N places in the chart (1 more if there are several roots: the root
 symbol has one), θ scores, V (5, side, side) the tables gap, a, R, b, L, which is the order of a
-span's nodes, G (3, side, side) expected visits of gap, R, L, and a row for those of roots.
+span's nodes, G (3, side, side) for gap, R, L: first that factor, then its product with the expected
+visits; and a row for those of roots.
 """
 
 from __future__ import annotations
@@ -86,6 +91,14 @@ def log_of(peak, total):
 
 
 @triton.jit
+def factor(value, peak, total):
+    """exp(value − peak)/total, which makes up for the rounding of value = peak + log total."""
+    nothing = peak == -float("inf")
+    gap = tl.where(nothing, 0.0, value - peak).to(total.dtype)
+    return tl.where(nothing, 0.0, tl.exp(gap) / total)
+
+
+@triton.jit
 def flow(x, t, g):
     """G[head]·q. A span that is not visited may hold anything."""
     return tl.where(g == 0.0, 0.0, g * tl.exp((x - t).to(g.dtype)))
@@ -116,10 +129,12 @@ def find(goal, SINGLE: tl.constexpr):
 
 @triton.jit
 def up_widths(
-    scores, sp, V, low, high, N, side, rate,
+    scores, sp, V, G, low, high, N, side, rate,
     BE: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr, SINGLE: tl.constexpr,
+    DOWN: tl.constexpr,
 ):  # fmt: skip
-    """V of the widths low..high−1, of which there are at most BN spans each."""
+    """V of the widths low..high−1, of which there are at most BN spans each; with ``DOWN`` also the
+    factors in G."""
     size = side * side
     Gap, Right, R, Left, L = V, V + size, V + 2 * size, V + 3 * size, V + 4 * size
     i = tl.arange(0, BN)
@@ -161,11 +176,16 @@ def up_widths(
         right_peak, right_sum = add(rightward, right_peak, right_sum)
         left_peak, left_sum = add(leftward, left_peak, left_sum)
         at = w * side + i
+        right, left = log_of(right_peak, right_sum), log_of(left_peak, left_sum)
         tl.store(Gap + at, gap, mask=live)
         tl.store(Right + at, rightward, mask=live)
-        tl.store(R + at, log_of(right_peak, right_sum), mask=live)
+        tl.store(R + at, right, mask=live)
         tl.store(Left + at, leftward, mask=live)
-        tl.store(L + at, log_of(left_peak, left_sum), mask=live)
+        tl.store(L + at, left, mask=live)
+        if DOWN:
+            tl.store(G + at, factor(gap, gap_peak, gap_sum), mask=live)
+            tl.store(G + size + at, factor(right, right_peak, right_sum), mask=live)
+            tl.store(G + 2 * size + at, factor(left, left_peak, left_sum), mask=live)
         tl.debug_barrier()
 
 
@@ -226,10 +246,12 @@ def down_widths(
         goal = tl.where((i == m - 1) & (w == goal_w), goal_kind, -1)
         g_right = tl.where(goal == 2, seed, g_right)
         g_left = tl.where(goal == 4, seed, g_left)
+        g_right *= tl.load(G + size + at, mask=live, other=0.0)
+        g_left *= tl.load(G + 2 * size + at, mask=live, other=0.0)
         g_rightward = tl.where(goal == 1, seed, g_rightward + flow(rightward, right, g_right))
         g_leftward = tl.where(goal == 3, seed, g_leftward + flow(leftward, left, g_left))
         g_gap = tl.where(goal == 0, seed, g_rightward + g_leftward)
-        tl.store(G + at, g_gap, mask=live)
+        tl.store(G + at, g_gap * tl.load(G + at, mask=live, other=0.0), mask=live)
         tl.store(G + size + at, g_right, mask=live)
         tl.store(G + 2 * size + at, g_left, mask=live)
         part = M + arc_number(w, i, SINGLE)
@@ -264,9 +286,13 @@ def walk_chart(
     tl.store(R + i, 0.0, mask=i < N)
     tl.store(L + i, 0.0, mask=i < N)
     tl.debug_barrier()
-    up_widths(scores, sp, V, 1, half, N, side, rate, TILE // WIDE, WIDE, DTYPE, SINGLE)
-    up_widths(scores, sp, V, half, quarter, N, side, rate, TILE // HALF, HALF, DTYPE, SINGLE)
-    up_widths(scores, sp, V, quarter, N, N, side, rate, TILE // QUARTER, QUARTER, DTYPE, SINGLE)
+    up_widths(scores, sp, V, G, 1, half, N, side, rate, TILE // WIDE, WIDE, DTYPE, SINGLE, DOWN)
+    up_widths(
+        scores, sp, V, G, half, quarter, N, side, rate, TILE // HALF, HALF, DTYPE, SINGLE, DOWN
+    )
+    up_widths(
+        scores, sp, V, G, quarter, N, N, side, rate, TILE // QUARTER, QUARTER, DTYPE, SINGLE, DOWN
+    )
     # the goal is a node of a span, or of a single root, which is word 0 and in no chart: either
     # left[1, r] + θ(0 → r) + right[r, n] for any r, or the former two for r = n
     x = tl.load(
@@ -281,13 +307,15 @@ def walk_chart(
         x += root.to(tl.float64) * rate
     peak = tl.max(tl.where(x > -float("inf"), x, -float("inf")), 0)
     shift = tl.where(peak == -float("inf"), 0.0, peak)
-    value = log_of(shift, tl.sum(tl.exp((x - shift).to(DTYPE)), 0))
+    weight = tl.exp((x - shift).to(DTYPE))
+    total = tl.sum(weight, 0)
+    value = log_of(shift, total)
     tl.store(A + b, (value * gamma).to(A.dtype.element_ty))
     if DOWN:
         seed = tl.where(value != value, value, tl.where(value == -float("inf"), 0.0, 1.0))
         seed = seed.to(DTYPE)
         if SINGLE:
-            g = tl.where(ways, flow(x, value, tl.zeros((WIDE,), DTYPE) + seed), 0.0)
+            g = tl.where(ways, seed * (weight / tl.where(total == 0.0, 1.0, total)), 0.0)
             tl.store(G + 3 * size + i, g, mask=i < N)
             tl.store(M + number, g.to(M.dtype.element_ty), mask=i < N)
         for start in range(n * n, P, WIDE):  # parts of longer items

@@ -15,8 +15,12 @@ Sums flow through lists, never through atomics, and no item sees another: the sa
 same bits, whatever the batch. Values are float64, what enters exp and log in the dtype of the
 scores.
 
-Glossary, for one item: V value (nodes + 2: absent is 0, padding −inf), T = V − θ[part(v)],
-G expected visits (nodes + 2, both last 0).
+The recurrence and its range are those of ``cpu``: q = exp((x − T)/γ)/Σ with T the largest option.
+The sum is never put back into a logarithm, where it would be lost if scores are huge.
+
+Glossary, for one item: V value (nodes + 2: absent is 0, padding −inf), T the largest option, W the
+sum Σ, and on the way down the visits for each unit of it, G/Σ, G expected visits; of W and G both
+last are 0.
 """
 
 from __future__ import annotations
@@ -61,11 +65,11 @@ def score_of(scores, sp, part, P):
 
 @triton.jit
 def up_tile(
-    scores, sp, V, T, tail1, tail2, edge_part, first, count, longest, place,
+    scores, sp, V, T, W, tail1, tail2, edge_part, first, count, longest, place,
     P, nodes, gamma, rate, BE: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr,
     EDGES: tl.constexpr,
 ):  # fmt: skip
-    """V and T of some nodes. Each of the BE rows of slots keeps its own running maximum and sum."""
+    """V, T and W of some nodes. Each of the BE rows of slots has its own maximum and sum."""
     column = tl.arange(0, BN)
     live = column < count
     own = tl.load(V + first + column, mask=live, other=0.0)
@@ -88,18 +92,20 @@ def up_tile(
     peak = tl.max(peaks, 0)
     peak = tl.where(peak == -float("inf"), 0.0, peak)
     sums *= tl.exp(((peaks - peak[None, :]) * rate).to(DTYPE))
-    value = peak + gamma * tl.log(tl.sum(sums, 0)).to(tl.float64)  # −inf where nothing is feasible
-    tl.store(T + first + column, value, mask=live)
+    total = tl.sum(sums, 0)
+    value = peak + gamma * tl.log(total).to(tl.float64)  # −inf where nothing is feasible
+    tl.store(T + first + column, peak, mask=live)
+    tl.store(W + first + column, total.to(tl.float64), mask=live)
     tl.store(V + first + column, value + own, mask=live)
 
 
 @triton.jit
 def down_tile(
-    scores, sp, V, T, G, M, node_part, head, other, use_part, first, count, longest, place,
+    scores, sp, V, T, W, G, M, node_part, head, other, use_part, first, count, longest, place,
     goal, P, nodes, rate, BE: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr,
     EDGES: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
-    """G of some nodes: Σ over uses of G[head]·q; the goal's is 1, or NaN, or 0 if infeasible."""
+    """G, Σ over uses of G[head]·q, and W; G of the goal is 1, or NaN, or 0 if infeasible."""
     column = tl.arange(0, BN)
     live = column < count
     value = tl.load(V + first + column, mask=live, other=0.0)
@@ -113,18 +119,21 @@ def down_tile(
         x = value[None, :] + tl.load(V + tl.load(other + at, mask=inside, other=nodes + 1))
         if EDGES:
             x += score_of(scores, sp, tl.load(use_part + at, mask=inside, other=P), P)
-        total += flow(x, tl.load(T + h), tl.load(G + h), rate, DTYPE)
+        total += flow(x, tl.load(T + h), tl.load(W + h).to(DTYPE), rate, DTYPE)
     seed = tl.where(value != value, value, tl.where(value == -float("inf"), 0.0, 1.0))
     g = tl.where(first + column == goal, seed.to(DTYPE), tl.sum(total, 0))
     tl.store(G + first + column, g, mask=live)
+    mass = tl.load(W + first + column, mask=live, other=1.0)
+    share = tl.where(g == 0.0, 0.0, g.to(tl.float64) / mass)
+    tl.store(W + first + column, share, mask=live)
     if DIRECT:
         tl.store(M + part, g.to(M.dtype.element_ty), mask=part < P)
 
 
 @triton.jit
-def flow(x, t, g, rate, DTYPE: tl.constexpr):
+def flow(x, t, w, rate, DTYPE: tl.constexpr):
     """G[head]·q. A node that is not visited may hold anything."""
-    return tl.where(g == 0.0, 0.0, g * tl.exp(((x - t) * rate).to(DTYPE)))
+    return tl.where(w == 0.0, 0.0, w * tl.exp(((x - t) * rate).to(DTYPE)))
 
 
 @quick
@@ -142,8 +151,8 @@ def walk_item(
     b = tl.program_id(0).to(tl.int64)
     size = nodes + 2
     scores += b * sb
-    V = VT + b * 2 * size
-    T = V + size
+    V = VT + b * 3 * size
+    T, W = V + size, V + 2 * size
     G += b * size
     M += b * P
     node = tl.load(goals + b * sg)
@@ -160,6 +169,7 @@ def walk_item(
     if DOWN:  # nothing visits what comes after the goal
         for start in range(after, size, TILE):
             tl.store(G + start + cells, 0.0, mask=start + cells < size)
+            tl.store(W + start + cells, 0.0, mask=start + cells < size)
         if DIRECT:
             for start in range(0, P, TILE):
                 tl.store(M + start + cells, 0.0, mask=start + cells < P)
@@ -172,18 +182,18 @@ def walk_item(
         )
         if shape == 0:
             up_tile(
-                scores, sp, V, T, tail1, tail2, edge_part, first, count, edges, edges_at, P, nodes,
-                gamma, rate, TILE // NARROW, NARROW, DTYPE, EDGES,
+                scores, sp, V, T, W, tail1, tail2, edge_part, first, count, edges, edges_at, P,
+                nodes, gamma, rate, TILE // NARROW, NARROW, DTYPE, EDGES,
             )  # fmt: skip
         elif shape == 1:
             up_tile(
-                scores, sp, V, T, tail1, tail2, edge_part, first, count, edges, edges_at, P, nodes,
-                gamma, rate, TILE // MIDDLE, MIDDLE, DTYPE, EDGES,
+                scores, sp, V, T, W, tail1, tail2, edge_part, first, count, edges, edges_at, P,
+                nodes, gamma, rate, TILE // MIDDLE, MIDDLE, DTYPE, EDGES,
             )  # fmt: skip
         else:
             up_tile(
-                scores, sp, V, T, tail1, tail2, edge_part, first, count, edges, edges_at, P, nodes,
-                gamma, rate, TILE // WIDE, WIDE, DTYPE, EDGES,
+                scores, sp, V, T, W, tail1, tail2, edge_part, first, count, edges, edges_at, P,
+                nodes, gamma, rate, TILE // WIDE, WIDE, DTYPE, EDGES,
             )  # fmt: skip
         first, count, edges, edges_at = n_first, n_count, n_edges, n_edges_at
         uses, uses_at, shape = n_uses, n_uses_at, n_shape
@@ -196,18 +206,21 @@ def walk_item(
             )
             if shape == 0:
                 down_tile(
-                    scores, sp, V, T, G, M, node_part, head, other, use_part, first, count, uses,
-                    uses_at, goal, P, nodes, rate, TILE // NARROW, NARROW, DTYPE, EDGES, DIRECT,
+                    scores, sp, V, T, W, G, M, node_part, head, other, use_part, first, count,
+                    uses, uses_at, goal, P, nodes, rate, TILE // NARROW, NARROW, DTYPE, EDGES,
+                    DIRECT,
                 )  # fmt: skip
             elif shape == 1:
                 down_tile(
-                    scores, sp, V, T, G, M, node_part, head, other, use_part, first, count, uses,
-                    uses_at, goal, P, nodes, rate, TILE // MIDDLE, MIDDLE, DTYPE, EDGES, DIRECT,
+                    scores, sp, V, T, W, G, M, node_part, head, other, use_part, first, count,
+                    uses, uses_at, goal, P, nodes, rate, TILE // MIDDLE, MIDDLE, DTYPE, EDGES,
+                    DIRECT,
                 )  # fmt: skip
             else:
                 down_tile(
-                    scores, sp, V, T, G, M, node_part, head, other, use_part, first, count, uses,
-                    uses_at, goal, P, nodes, rate, TILE // WIDE, WIDE, DTYPE, EDGES, DIRECT,
+                    scores, sp, V, T, W, G, M, node_part, head, other, use_part, first, count,
+                    uses, uses_at, goal, P, nodes, rate, TILE // WIDE, WIDE, DTYPE, EDGES,
+                    DIRECT,
                 )  # fmt: skip
             first, count, edges, edges_at = n_first, n_count, n_edges, n_edges_at
             uses, uses_at, shape = n_uses, n_uses_at, n_shape
@@ -225,8 +238,8 @@ def count_parts(
     b = (tl.program_id(0) // blocks).to(tl.int64)
     part = (tl.program_id(0) % blocks) * BP + tl.arange(0, BP)
     size = nodes + 2
-    V = VT + b * 2 * size
-    T = V + size
+    V = VT + b * 3 * size
+    T, W = V + size, V + 2 * size
     G += b * size
     own = score_of(scores + b * sb, sp, part, P)
     rate = tl.full((), 1.0, tl.float64) / gamma
@@ -246,7 +259,7 @@ def count_parts(
         h = tl.load(head + at, mask=inside, other=nodes)
         x = tl.load(V + tl.load(tail1 + at, mask=inside, other=nodes))
         x += tl.load(V + tl.load(tail2 + at, mask=inside, other=nodes))
-        total += flow(x + own[None, :], tl.load(T + h), tl.load(G + h), rate, DTYPE)
+        total += flow(x + own[None, :], tl.load(T + h), tl.load(W + h).to(DTYPE), rate, DTYPE)
     tl.store(M + b * P + part, tl.sum(total, 0).to(M.dtype.element_ty), mask=part < P)
 
 
@@ -300,7 +313,7 @@ class Plan:
         """A ``(B)`` and, with ``down``, the gradient ``(B, P)``."""
         B, size, device = len(scores), self.nodes + 2, scores.device
         dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
-        VT = torch.empty(B, 2, size, dtype=torch.float64, device=device)
+        VT = torch.empty(B, 3, size, dtype=torch.float64, device=device)
         G = torch.empty(B, size if down else 0, dtype=dtype, device=device)
         A, M = scores.new_empty(B), scores.new_empty(B, self.P if down else 0)
         place = scores, scores.stride(0), scores.stride(1)
