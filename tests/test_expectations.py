@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from structmax.estimators import (
     SumAndSample,
     TopKExpectation,
 )
+from structmax.estimators.running import RunningMoments
 
 COPIES = 4000
 LOSS_ONLY = (
@@ -385,6 +387,35 @@ def test_normalize_divides_by_the_deviation_of_earlier_calls() -> None:
         loss = estimator.loss(sx.Choice(scores), lambda z: z @ costs)
         gradients.append(torch.autograd.grad(loss, scores)[0])
     torch.testing.assert_close(gradients[0] / deviation, gradients[1])
+
+
+@pytest.mark.parametrize("kind", [Reinforce, PPO])
+@pytest.mark.parametrize(("items", "samples"), [(1, 1), (2, 1), (1, 2), (5, 4)])
+def test_normalize_knows_the_variance_between_calls(kind: Any, items: int, samples: int) -> None:
+    """Of one draw in a call there is no variance within it, and of two half."""
+    torch.manual_seed(0)
+    estimator = kind(samples=samples, normalize=True)
+    moments, wanted = estimator.advantages, []
+    choice = sx.Choice(torch.zeros(items, 3))
+    for _ in range(400):
+        estimator.loss(choice, lambda z: 100 * torch.randn(z.shape[:-1]))
+        wanted.append(moments.variance().item())
+    assert 0.85 < sum(wanted[50:]) / 350 / 1e4 < 1.1
+    assert sorted(estimator.state_dict()) == sorted(kind(normalize=True).state_dict())
+
+
+def test_running_moments_are_those_of_all_values() -> None:
+    torch.manual_seed(0)
+    calls = [torch.randn(n, dtype=torch.float64) * n + 1e3 * n for n in (1, 2, 5, 1, 3)]
+    moments = RunningMoments(decay=0.8)
+    for values in calls:
+        moments.update(values)
+    weights = [0.8 ** (4 - i) for i in range(5)]
+    mean = sum(w * v.mean() for w, v in zip(weights, calls, strict=True)) / sum(weights)
+    pairs = zip(weights, calls, strict=True)
+    variance = sum(w * (v - mean).square().mean() for w, v in pairs) / sum(weights)
+    torch.testing.assert_close(moments.mean(), mean)
+    torch.testing.assert_close(moments.variance(), variance)
 
 
 def test_a_module_as_the_baseline_learns_the_cost() -> None:

@@ -30,6 +30,9 @@ class Running(nn.Module):
 class RunningMoments(Running):
     """Exponentially weighted mean and variance of the values of earlier calls, as buffers.
 
+    The variance is that of all values, within calls and between them, so that it is right for one
+    value a call too.
+
     >>> moments = RunningMoments(decay=0.5)
     >>> moments.mean().item()
     0.0
@@ -37,8 +40,8 @@ class RunningMoments(Running):
     >>> moments.update(torch.tensor([5.0, 5.0]))
     >>> moments.mean().item()  # (½·2 + 5)/1½
     4.0
-    >>> round(moments.variance().item(), 4)  # within calls: (½·1 + 0)/1½
-    0.3333
+    >>> round(moments.variance().item(), 4)  # (½·((1 − 4)² + (3 − 4)²)/2 + (5 − 4)²)/1½
+    2.3333
     """
 
     weight: Tensor
@@ -56,7 +59,7 @@ class RunningMoments(Running):
         return self.total / torch.where(self.weight > 0, self.weight, 1.0)
 
     def variance(self) -> Tensor:
-        """That within a call, averaged over calls; 0 before the first update."""
+        """That around ``mean()``; 0 before the first update."""
         return self.spread / torch.where(self.weight > 0, self.weight, 1.0)
 
     @torch.no_grad()
@@ -69,7 +72,10 @@ class RunningMoments(Running):
             count = finite.sum()
             mean = torch.where(finite, values, 0.0).sum() / count
             spread = torch.where(finite, values - mean, 0.0).square().sum() / count
+            weight = self.decay * self.weight.double()
+            # to one mean from two: both spreads, and what lies between their means
+            apart = (mean - self.mean().double()).square() * weight / (weight + 1)
             any_finite = count > 0
-            for name, value in {"weight": 1.0, "total": mean, "spread": spread}.items():
+            for name, value in {"weight": 1.0, "total": mean, "spread": spread + apart}.items():
                 old = getattr(self, name).double()
                 setattr(self, name, torch.where(any_finite, self.decay * old + value, old))
