@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import math
@@ -177,7 +178,8 @@ def diagnose(
         cost: as for ``Estimator.loss``; it must be defined between structures where an estimator
             relaxes them, or needs ∂L/∂z
         estimators: names, estimators, or either by a name of yours; unless given, all that apply
-            and that there is something to compare with
+            and that there is something to compare with. Copies of them run, so that their state
+            (λ, baselines, draws, generators) stays as it is
         samples: repetitions
         generator: seeds the draws of estimators that have no generator of their own
 
@@ -213,7 +215,8 @@ def diagnose(
                     raise
                 skipped[name] = "nothing to compare with"
                 continue
-            seen, times = [], []
+            # what they learn, keep and draw here is not that of the caller's training
+            estimator, seen, times = copy.deepcopy(estimator), [], []
             for _ in range(samples):
                 start = time.perf_counter()
                 seen.append(gradient(estimator.loss(live, cost), leaves))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from typing import Any
@@ -293,6 +294,31 @@ def test_same_seed_same_numbers() -> None:
         for n in (1, 1, 2)
     )
     assert first == again != other
+
+
+def test_estimators_are_left_alone() -> None:
+    """In the middle of training: λ, baselines, draws and generators."""
+    torch.manual_seed(0)
+    seeds = [torch.Generator().manual_seed(i) for i in range(3)]
+    e = sx.estimators
+    ppo = e.PPO(samples=4, baseline="ema", normalize=True, generator=seeds[0])
+    imle = e.IMLE("adaptive", generator=seeds[1])
+    learned = e.Reinforce(baseline="ema", generator=seeds[2]).train()
+    choice = sx.Choice(torch.tensor([0.0, 0.5, 1.0], requires_grad=True))
+    cost = lambda z: z @ torch.tensor([1.0, 20.0, 4.0])  # noqa: E731
+    for estimator in (ppo, imle, learned):
+        estimator.loss(choice, cost).backward()
+    before = [copy.deepcopy(one.state_dict()) for one in (ppo, imle, learned)]
+    states = [seed.get_state() for seed in seeds]
+    wanted = copy.deepcopy(ppo).replay(choice)
+    found = sx.diagnose(choice, cost, [ppo, imle, learned], samples=3)
+    assert len(found.records) == 3
+    for one, known in zip((ppo, imle, learned), before, strict=True):
+        assert all(torch.equal(t, known[name]) for name, t in one.state_dict().items())
+    assert all(torch.equal(a.get_state(), b) for a, b in zip(seeds, states, strict=True))
+    assert torch.equal(ppo.replay(choice), wanted)
+    learned.loss(choice, cost)  # they still learn
+    assert not torch.equal(learned.baseline.costs.total, before[2]["baseline.costs.total"])
 
 
 def test_the_global_generator_is_left_alone() -> None:
