@@ -82,7 +82,7 @@ def barycenter(
         z = torch.from_numpy(flat).reshape(shape).to(batch.device).requires_grad_()
         total = (weights * plain(z.expand(k, *shape), batch, (whole, sizes))).sum()
         if loss.divergence:
-            total = total - (weights.sum() * plain(z, z) + own) / 2
+            total = total - (weights.sum() * plain(z[None], z[None]).sum() + own) / 2
         (slope,) = torch.autograd.grad(total, z)
         return total.item(), slope.reshape(-1).cpu().numpy()
 

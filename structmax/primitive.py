@@ -306,6 +306,14 @@ def unwrapped(t: Tensor) -> Any:
     return t.detach()
 
 
+def is_mapped() -> bool:
+    """Whether ``torch.vmap`` hides a dimension of some tensors now."""
+    if torch.compiler.is_compiling():  # which knows no more than that there is a transform
+        return torch._C._are_functorch_transforms_active()
+    layers = torch._C._functorch.get_interpreter_stack() or []
+    return any(layer.key() == torch._C._functorch.TransformType.Vmap for layer in layers)
+
+
 def flatten_batch(tensor: Tensor, event_dim: int) -> Tensor:
     """One batch dimension; an expanded tensor stays expanded (stride 0) where it can."""
     batch = tensor.dim() - event_dim

@@ -30,7 +30,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 def test_published_constants() -> None:
     """Those of Cuturi & Blondel's implementation at γ = 1."""
-    zeros, ones = torch.zeros(10, 8, dtype=f64), torch.ones(12, 8, dtype=f64)
+    zeros, ones = torch.zeros(1, 10, 8, dtype=f64), torch.ones(1, 12, 8, dtype=f64)
     loss = SoftDTW()
     assert abs(loss(zeros, ones).item() - 91.98061035) < 5e-9
     assert abs(loss(zeros, zeros).item() + 14.19570093) < 5e-9
@@ -87,8 +87,8 @@ def test_ragged_is_item_by_item(name: str) -> None:
     x.requires_grad_()
     whole = LOSSES[name](x, y, (rows, columns))
     for i in range(3):
-        alone = LOSSES[name](x[i, : rows[i]], y[i, : columns[i]])
-        torch.testing.assert_close(whole[i], alone, rtol=1e-10, atol=1e-10)
+        alone = LOSSES[name](x[i : i + 1, : rows[i]], y[i : i + 1, : columns[i]])
+        torch.testing.assert_close(whole[i], alone[0], rtol=1e-10, atol=1e-10)
     (slope,) = torch.autograd.grad(whole.sum(), x)
     assert bool(slope.isfinite().all()) and not bool(slope[1, 2:].any())
 
@@ -98,6 +98,26 @@ def test_lengths_under_vmap() -> None:
     lengths = torch.tensor([[4, 2], [3, 1], [1, 4]]), torch.tensor([[5, 2], [3, 3], [1, 4]])
     mapped = torch.vmap(lambda *one: SoftDTW()(one[0], one[1], one[2:]))(x, y, *lengths)
     torch.testing.assert_close(mapped, SoftDTW()(x, y, lengths))
+
+
+def test_two_dimensions_with_two_meanings_are_refused() -> None:
+    """A batch of series of numbers was taken for one series of many features."""
+    x, loss = randn(8, 20), SoftDTW()
+    one = loss(x[None], x[None])
+    sizes = torch.tensor(8), torch.tensor(8)
+    torch.testing.assert_close(loss(x, x, sizes), one[0])
+    torch.testing.assert_close(torch.vmap(loss)(x[None], x[None]), one)
+    gradients = torch.func.vmap(torch.func.grad(loss))(x[None], x[None])
+    assert gradients.shape == (1, 8, 20)
+    assert loss(x, x[None]).shape == (1,) and loss(x[:, :1], x[:, :1]).dim() == 0
+    assert loss(x[..., None], x[..., None]).shape == (8,)
+    for call in (
+        lambda: loss(x, x),
+        lambda: torch.func.grad(loss)(x, x),
+        lambda: loss(x, x, (torch.full((8,), 5), torch.full((8,), 6))),
+    ):
+        with pytest.raises(ValueError, match=r"\(8, 20\).*x\[\.\.\., None\].*x\[None\]"):
+            call()
 
 
 def test_divergence() -> None:
@@ -131,8 +151,8 @@ def test_far_from_the_origin() -> None:
 def test_dtypes_and_batches() -> None:
     x, y = randn(2, 3, 4, 2), randn(3, 5, 2, seed=1)
     loss = SoftDTW()
-    assert loss(x, y).shape == (2, 3) and loss(x[0, 0], y[0]).shape == ()
-    torch.testing.assert_close(loss(x, y)[1, 2], loss(x[1, 2], y[2]))
+    assert loss(x, y).shape == (2, 3) and loss(x[0, :1], y[:1]).shape == (1,)
+    torch.testing.assert_close(loss(x, y)[1, 2], loss(x[1, 2:], y[2:])[0])
     half = loss(x.bfloat16(), y.bfloat16())
     assert half.dtype == torch.float32
     torch.testing.assert_close(half.double(), loss(x.bfloat16().double(), y.bfloat16().double()))
@@ -155,7 +175,7 @@ def test_barycenter_is_stationary() -> None:
     z = sx.barycenter(series, weights, length=6, max_iter=500, tol=1e-12)
     assert z.shape == (6, 2) and z.dtype == f64
     z.requires_grad_()
-    total = sum(w * SoftDTW()(z, x) for w, x in zip(weights, series, strict=True))
+    total = sum(w * SoftDTW()(z[None], x[None])[0] for w, x in zip(weights, series, strict=True))
     (slope,) = torch.autograd.grad(total, z)
     assert slope.abs().max() < 1e-4
     again = sx.barycenter(series, weights, length=6, max_iter=500, tol=1e-12)

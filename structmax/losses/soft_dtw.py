@@ -9,7 +9,7 @@ from torch import Tensor
 
 from structmax import checks
 from structmax.forest.grid import ops as dense
-from structmax.primitive import backend_for
+from structmax.primitive import backend_for, is_mapped
 from structmax.smoothing import Shannon, Smoothing
 from structmax.structures.alignment import Alignment
 from structmax.structures.lengths import full
@@ -43,7 +43,9 @@ class SoftDTW(torch.nn.Module):
             leaves no path, as 0 does for most series of different lengths; 1 always leaves one
 
     Shape: ``forward(x, y, lengths=None)`` takes x ``(*B, n, d)`` and y ``(*B, m, d)``, and as
-    lengths a pair of ``(*B)``; it returns ``(*B)``.
+    lengths a pair of ``(*B)``; it returns ``(*B)``. A batch of series of numbers is
+    ``x[..., None]``, one series of several features ``x[None]``: two dimensions alone may mean
+    either and are an error.
 
     >>> import structmax as sx
     >>> x = torch.tensor([[0.0], [0.0], [1.0], [2.0]])
@@ -91,6 +93,7 @@ class SoftDTW(torch.nn.Module):
                 f"{tuple(y.shape)}. A series of numbers is (n, 1)."
             )
         checks.same_device("SoftDTW", x=x, y=y)
+        self._check_meaning(x, y, lengths)
         dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
         if not torch.compiler.is_compiling():
             batch = checks.batch_shape("SoftDTW", x=(x, 2), y=(y, 2))
@@ -106,6 +109,21 @@ class SoftDTW(torch.nn.Module):
         if loss.device.type == "cpu" and checks.can_look() and not bool(loss.isfinite().all()):
             _refuse({"x": x, "y": y})
         return loss
+
+    @staticmethod
+    def _check_meaning(x: Tensor, y: Tensor, lengths: Any) -> None:
+        """Refuses two dimensions that may be a batch of series of numbers or one of vectors."""
+        if x.dim() > 2 or y.dim() > 2 or x.shape[-1] == 1 or is_mapped():
+            return
+        if isinstance(lengths, tuple | list) and all(
+            torch.as_tensor(n).dim() == 0 for n in lengths
+        ):
+            return  # of one series
+        raise ValueError(
+            f"SoftDTW: x {tuple(x.shape)} and y {tuple(y.shape)} may be a batch of series of "
+            f"numbers, or one series of {x.shape[-1]} features. Use x[..., None] and y[..., None] "
+            "(a batch), or x[None] and y[None] (one series)."
+        )
 
     def _lengths(self, x: Tensor, y: Tensor, lengths: Any) -> list[Tensor]:
         if not isinstance(lengths, tuple | list) or len(lengths) != 2:
