@@ -102,7 +102,9 @@ class Evil:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("run")
-    config = ToyConfig(steps=4, batch_size=8, examples=16, save_every=2, eval_every=2)
+    config = ToyConfig(
+        steps=4, batch_size=8, examples=16, save_every=2, eval_every=2, grad_variance=True
+    )
     Trainer(Toy(), config, place, silent=True).fit()
     return place
 

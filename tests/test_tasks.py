@@ -91,6 +91,13 @@ def test_a_step_and_its_answers(name: str, options: dict[str, Any]) -> None:
     assert len(groups) == len({id(p) for p in groups}) and {id(g) for g in grads} <= {
         id(p.grad) for p in groups
     }
+    used = {id(p) for p in model.parameters() if p.grad is not None or not p.requires_grad}
+    if not task.has_unused(model):
+        assert [n for n, p in model.named_parameters() if id(p) not in used] == []
+        model.zero_grad(set_to_none=True)
+        shortest = min(data.train, key=task.size)
+        task.loss(model, task.collate([shortest])).sum().backward()
+        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
     model.eval()
     with torch.no_grad():
         assert bool(task.loss(model, batch).isfinite().all())

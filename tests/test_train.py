@@ -292,7 +292,7 @@ def test_a_killed_worker_is_restarted_and_the_run_completes(tmp_path: Path) -> N
 
 
 def test_toy_learns_and_logs(tmp_path: Path) -> None:
-    result = fit(tmp_path, steps=150, examples=256, eval_every=50, log_every=10)
+    result = fit(tmp_path, steps=150, examples=256, eval_every=50, log_every=10, grad_variance=True)
     assert result["test"]["accuracy"] > 0.9
     lines = [line for line in curve(tmp_path) if line["kind"] == "train"]
     assert lines[-1]["loss"] < lines[0]["loss"] / 2
@@ -536,6 +536,43 @@ def test_gradient_variance_is_the_sample_variance() -> None:
     found = watch.read()
     assert found["grad_variance"] == pytest.approx(gradients.var(0).sum().item(), rel=1e-4)
     assert found["grad_norm"] == pytest.approx(gradients.square().sum(1).mean().sqrt().item())
+
+
+def test_a_checkpoint_is_three_times_the_weights(tmp_path: Path) -> None:
+    """AdamW's two moments; the mean gradient for its variance only where that is asked for."""
+    fit(tmp_path, steps=3, save_every=3)
+    tensors, _ = checkpoint.load(tmp_path / "last.safetensors")
+
+    def size(prefix: str) -> int:
+        return sum(t.numel() for t in checkpoint.within(tensors, prefix).values() if t.dim())
+
+    assert size("optimizer.") == 2 * size("model.") and not size("variance.")
+    train = [line for line in curve(tmp_path) if line["kind"] == "train"]
+    assert all("grad_norm/parser" in line for line in train)
+    assert not any("grad_variance/parser" in line for line in train)
+    options = {"log_every": 4, "save_every": 3, "grad_variance": True}
+    fit(tmp_path, resume=True, steps=8, **options)  # it starts afresh
+    assert "grad_variance/parser" in curve(tmp_path)[-2]
+    tensors, _ = checkpoint.load(tmp_path / "last.safetensors")
+    assert size("variance.") == size("model.")
+
+
+def test_unused_parameters_are_looked_for_where_there_are_some(monkeypatch) -> None:
+    given: list[bool] = []
+
+    def wrap(module: torch.nn.Module, find_unused_parameters: bool) -> torch.nn.Module:
+        given.append(find_unused_parameters)
+        return module
+
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", wrap)
+    two = Workers(torch.device("cpu"), 0, 2)
+    for name, options in [("tag", {}), ("parse", {}), ("parse", {"trees": "random"}), ("sst", {})]:
+        task = tasks.by_name(name)
+        chosen = task.config(**options, examples=4)
+        task.data(chosen)
+        model = task.model(chosen)
+        two.wrap(model, task.has_unused(model))
+    assert given == [False, False, True, True]
 
 
 # -- configurations ------------------------------------------------------------------------------

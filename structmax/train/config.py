@@ -72,6 +72,10 @@ class TrainConfig:
     beta2: float = option(0.98, "AdamW's memory of squared gradients.")
     clip: float = option(1.0, "Largest norm of the gradient of parser and of composer; 0: any.")
     log_every: int = option(10, "Updates between lines of metrics.")
+    grad_variance: bool = option(
+        False,
+        "Also report the variance of the gradients; it takes the memory of the weights again.",
+    )
     eval_every: int = option(200, "Updates between looks at the validation split.")
     save_every: int = option(200, "Updates between checkpoints.")
     patience: int = option(

@@ -67,12 +67,15 @@ class Workers:
         dist.all_gather_object(values, value)
         return values
 
-    def wrap(self, module: nn.Module) -> nn.Module:
-        """The module, with gradients that are averaged over the workers."""
+    def wrap(self, module: nn.Module, unused: bool) -> nn.Module:
+        """The module, with gradients that are averaged over the workers.
+
+        ``unused``: some parameters may get no gradient from a batch, and have to be found each
+        time.
+        """
         if self.count == 1:
             return module
-        # the parser gets no gradient from some batches and estimators
-        return nn.parallel.DistributedDataParallel(module, find_unused_parameters=True)
+        return nn.parallel.DistributedDataParallel(module, find_unused_parameters=unused)
 
 
 @contextmanager

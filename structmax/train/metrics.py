@@ -94,7 +94,8 @@ class GradientVariance:
     """The variance of a gradient over the updates since the last ``read``.
 
     tr Cov(g) = k/(k−1) · (mean ‖g‖² − ‖mean g‖²) over k updates: the noise of the examples and of
-    the samples, and the little that the parameters moved in between.
+    the samples, and the little that the parameters moved in between. Its mean g takes as much
+    memory as the parameters; with ``norm_only``, there is the norm of g alone.
 
     >>> weight = torch.nn.Parameter(torch.zeros(2))
     >>> variance = GradientVariance([weight])
@@ -105,33 +106,34 @@ class GradientVariance:
     {'grad_norm': 2.236..., 'grad_variance': 2.0}
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], norm_only: bool = False) -> None:
         self.parameters = list(parameters)
-        self.sums = [torch.zeros_like(p, dtype=torch.float32) for p in self.parameters]
+        summed = [] if norm_only else self.parameters
+        self.sums = [torch.zeros_like(p, dtype=torch.float32) for p in summed]
         self.squares = torch.zeros((), device=self.parameters[0].device)
         self.count = 0
 
     @torch.no_grad()
     def add(self) -> None:
         """Take in the gradients that the parameters hold now."""
-        pairs = [
-            (s, p.grad.float()) for s, p in zip(self.sums, self.parameters) if p.grad is not None
-        ]
         self.count += 1
-        if pairs:
-            torch._foreach_add_([s for s, _ in pairs], [g for _, g in pairs])
-            norms = torch._foreach_norm([g for _, g in pairs])
-            self.squares += torch.stack(norms).square().sum()
+        grads = [p.grad.float() for p in self.parameters if p.grad is not None]
+        if grads:
+            self.squares += torch.stack(torch._foreach_norm(grads)).square().sum()
+        if grads and self.sums:
+            there = [s for s, p in zip(self.sums, self.parameters) if p.grad is not None]
+            torch._foreach_add_(there, grads)
 
     def read(self) -> dict[str, float]:
         """The root of the mean square norm and the variance; starts afresh."""
         k = max(self.count, 1)
-        mean = torch.stack(torch._foreach_norm(self.sums)).square().sum() / k**2
         square = self.squares / k
         result = {"grad_norm": float(square.sqrt())}
-        if k > 1:
+        if k > 1 and self.sums:
+            mean = torch.stack(torch._foreach_norm(self.sums)).square().sum() / k**2
             result["grad_variance"] = float((square - mean).clamp(min=0)) * k / (k - 1)
-        torch._foreach_zero_(self.sums)
+        if self.sums:
+            torch._foreach_zero_(self.sums)
         self.squares.zero_()
         self.count = 0
         return result
@@ -141,7 +143,9 @@ class GradientVariance:
         return {"squares": self.squares, **{str(i): s for i, s in enumerate(self.sums)}}, self.count
 
     def restore(self, tensors: dict[str, Tensor], count: int) -> None:
-        """Back to what ``state`` gave."""
+        """Back to what ``state`` gave; from one with the norm only, the variance starts afresh."""
+        if self.sums and tensors.keys() == {"squares"}:
+            return
         for name, mine in self.state()[0].items():
             mine.copy_(tensors[name])
         self.count = count

@@ -151,6 +151,11 @@ class Task:
         groups = {"parser": parser, "composer": rest}
         return {name: group for name, group in groups.items() if group}
 
+    def has_unused(self, model: nn.Module) -> bool:
+        """Whether some parameters get no gradient from some batches, such as those of a parser from
+        sentences of one word. Many workers look for them then, which takes time in each update."""
+        return True
+
     def replays(self, model: nn.Module) -> int:
         """How many further updates of the parser each batch serves, as with PPO."""
         return 0

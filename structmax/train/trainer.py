@@ -115,10 +115,13 @@ class Trainer:
             if not len(self.data.train) or not len(self.data.valid):
                 raise ValueError(f"task {task.name}: the train or the valid split is empty.")
             self.model = task.model(config).to(workers.device)
-        self.losses = workers.wrap(LossOf(task, self.model))
+        self.losses = workers.wrap(LossOf(task, self.model), task.has_unused(self.model))
         self.groups = task.groups(self.model)
         self.optimizers = {name: self._optimizer(name) for name in self.groups}
-        self.variance = {name: GradientVariance(group) for name, group in self.groups.items()}
+        self.variance = {
+            name: GradientVariance(group, norm_only=not config.grad_variance)
+            for name, group in self.groups.items()
+        }
         self.step = self.epoch = self.position = 0
         self.measured = 0  # the step of the last look at the validation split
         self.seconds, self.best, self.worse, self.cuts = 0.0, -math.inf, 0, 0

@@ -206,6 +206,9 @@ class NLI(Task):
     def replay(self, model: Any, batch: Batch) -> Tensor:
         return model.estimator.replay(model.structure(*batch.rows))
 
+    def has_unused(self, model: Any) -> bool:
+        return not isinstance(model, ESIM)
+
     def evaluate(self, model: Any, batches: Iterable[Batch]) -> dict[str, Ratio | float]:
         right = pairs = aligned = words = 0
         for batch in batches:

@@ -246,6 +246,9 @@ class Parse(Task):
             each = each + model.loss(tree, batch.heads.to(tree.scores.device)).to(each.device)
         return each * (len(each) / batch.lengths.sum())  # the mean is then that of words
 
+    def has_unused(self, model: Any) -> bool:
+        return bool(model.kind == "random")  # whose arcs have no scores
+
     def evaluate(self, model: Any, batches: Iterable[Batch]) -> dict[str, Ratio | float]:
         device = next(model.parameters()).device
         universal = self.universal.to(device)

@@ -175,6 +175,9 @@ class Path(Task):
             return losses.perturbed(structure, paths, reduction="none", **noisy)
         return model.estimator.loss(structure, lambda z: hamming(z, paths))
 
+    def has_unused(self, model: Any) -> bool:
+        return bool(model.config.method == "random")
+
     def evaluate(self, model: Any, batches: Iterable[Batch]) -> dict[str, Ratio | float]:
         sums = np.zeros(4)
         for batch in batches:

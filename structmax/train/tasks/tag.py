@@ -172,6 +172,9 @@ class Tag(Task):
     def loss(self, model: Any, batch: Batch) -> Tensor:
         return model.loss(model(batch), batch.tags, reduction="none")
 
+    def has_unused(self, model: Any) -> bool:
+        return False
+
     def evaluate(self, model: Any, batches: Iterable[Batch]) -> dict[str, Ratio | float]:
         right = words = sentences = choices = 0
         spans = np.zeros(3, np.int64)

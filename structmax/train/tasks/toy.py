@@ -94,6 +94,9 @@ class Toy(Task):
         words = batch["words"]
         return -model.chain(model(words), batch["tags"], mask=words > 0, reduction="none")
 
+    def has_unused(self, model: Any) -> bool:
+        return False
+
     def evaluate(self, model: Any, batches: Iterable[Any]) -> dict[str, Ratio | float]:
         right = count = 0.0
         for batch in batches:
