@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from table import ROWS
 from torch import Tensor
 from torch.distributions import kl_divergence
 
@@ -67,6 +68,29 @@ def test_labelled_trees_of_two_kinds() -> None:
     scores = torch.zeros(3, 3, 2)
     with pytest.raises(ValueError, match="over the same trees"):
         kl_divergence(sx.DependencyTree(scores), sx.BinaryTree(scores))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_nothing_allowed_is_infinitely_far(name: str) -> None:
+    """Cross-entropy and KL are +inf, without a gradient, where q forbids all parts."""
+    p = ROWS[name]()
+    if not p.supports("cross_entropy"):
+        pytest.skip("no cross-entropy")
+    theta = p._parts()[0].detach().to(p.dtype)
+    nothing = torch.full_like(theta, -math.inf).requires_grad_()
+    q = p._replace_primary(nothing)
+    if not bool((q.log_partition() == -math.inf).all()):
+        pytest.skip("a structure may have no part")
+    far = p.cross_entropy(q)
+    assert bool((far == math.inf).all()) and bool((kl_divergence(p, q) == math.inf).all())
+    if far.requires_grad:
+        (slope,) = torch.autograd.grad(far.sum(), nothing, allow_unused=True)
+        assert slope is None or not slope.any()
+    with pytest.raises(ValueError, match="allows no structure"):
+        q.cross_entropy(p)
+    unchecked = q.expand(q.batch_shape)
+    unchecked._validate_args = False
+    assert bool(unchecked.cross_entropy(p).isnan().all())
 
 
 def test_goals_of_one_forest() -> None:

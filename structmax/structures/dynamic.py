@@ -216,7 +216,9 @@ class DynamicStructure(PartStructure):
         use = edge_visits(key, local_p, p._goal().reshape(-1))
         total = 0.0 - _sum_log(local_q, use)  # no −0 where p is certain
         total = total.reshape(batch_shape).to(self._parts()[0].dtype)
-        return p._refuse_infeasible("cross_entropy", p.log_partition(), total)
+        own = p.log_partition()
+        other = own if same else q.log_partition().detach()
+        return p._cross_entropy(own, other, total == math.inf, total)
 
     def _likeliest(self, k: int) -> tuple[Tensor, Tensor]:
         if self._is_gibbs:

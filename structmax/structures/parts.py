@@ -268,7 +268,15 @@ class PartStructure(Structure):
         value = own if q is self else q._value()
         pairs = zip(q._allowed_parts(), mu, strict=True)
         total = sum(dot(theta, m, m.dim() - len(self.batch_shape)) for theta, m in pairs)
+        forbids = total == -math.inf
         total = as_dtype((value - total) / q.smoothing.gamma, own.dtype)
+        return self._cross_entropy(own, value, forbids, total)
+
+    def _cross_entropy(self, own: Tensor, other: Tensor, forbids: Tensor, total: Tensor) -> Tensor:
+        """A cross-entropy ``(*batch)``, given the values A of both and where q forbids what p uses:
+        +inf there, and where q allows nothing. A p that allows nothing is an error, or NaN."""
+        none = (forbids | (other == -math.inf)) & ~other.isnan()
+        total = torch.where(none, math.inf, total)
         return self._refuse_infeasible("cross_entropy", own.expand(total.shape), total)
 
     def condition(self, include: Tensor | None = None, exclude: Tensor | None = None) -> Any:

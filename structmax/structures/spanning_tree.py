@@ -226,7 +226,7 @@ class SpanningTree(ArcStructure):
         chance = equal._cached()[1][0]
         no_bridge = chance < 1 - 0.5 / self._longest
         lacks = (q._forced & q._used() & no_bridge).flatten(-2).any(-1)
-        return torch.where(lacks, math.inf, total)
+        return torch.where(lacks & ~total.isnan(), math.inf, total)
 
     # -- scores and forms -------------------------------------------------------------------------
 
