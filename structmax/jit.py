@@ -348,3 +348,12 @@ def all_below_infinity(tensor: torch.Tensor) -> bool:
 
     run_chunks(task, -(-len(flat) // size), size // 8)
     return not bad
+
+
+@kernel
+def all_between(x: Any, low: int, high: int) -> bool:
+    """Whether no number of x lies outside."""
+    bad = False
+    for i in range(x.shape[0]):
+        bad |= x[i] < low or x[i] > high
+    return not bad

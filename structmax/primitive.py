@@ -25,6 +25,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._functorch.utils import unwrap_dead_wrappers
 
 import structmax.threads  # noqa: F401  it must see every fork
+from structmax.fence import Limits, clamped, mark
 
 Tensors = Sequence[Tensor]
 Omega = Sequence[float]
@@ -117,6 +118,9 @@ class Primitive:
     - ``hvp(scores, directions, constants, key, omega) -> [*w]``
     - ``naive(scores, constants, key, omega) -> A (B)``, in plain differentiable torch
 
+    ``limits(scores, key)`` are the least and the largest number of each constant; what lies outside
+    never reaches them, and makes the results of its item NaN (see ``fence``).
+
     ``key`` names the static problem and ``omega`` is ``Smoothing.code``. The first three are the
     fast ones; where ``backend(scores[0])`` is ``"naive"``, the derivatives of ``naive`` stand in
     for them. ``hold(key)`` returns what must stay alive until the backward pass.
@@ -133,39 +137,43 @@ class Primitive:
         gradient: Callable[..., list[Tensor]],
         hvp: Callable[..., list[Tensor]],
         naive: Callable[..., Tensor],
+        limits: Callable[[Tensors, str], Limits],
         backend: Callable[[Tensor], str] = backend_for,
         hold: Callable[[str], object] = lambda key: None,
     ) -> None:
         self.name, self.score_dims, self.constant_dims = name, score_dims, constant_dims
-        self.naive, self.hold = naive, hold
+        self.naive, self.limits, self.hold = naive, limits, hold
         Primitive.by_name[name] = self
         tail = "Tensor[] constants, str key, float[] omega) -> Tensor"
 
         def run_value(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
             batch = self._batch(scores)
+            constants, wrong = clamped(constants, limits(scores, key))
             flat = self._flat(scores, score_dims), self._flat(constants, constant_dims)
             run = naive if backend(scores[0]) == "naive" else value
-            return run(*flat, key, omega).reshape(batch)
+            return mark(run(*flat, key, omega).reshape(batch), wrong)
 
         def run_gradient(
             scores: Tensors, constants: Tensors, key: str, omega: Omega
         ) -> list[Tensor]:
             batch = self._batch(scores)
+            constants, wrong = clamped(constants, limits(scores, key))
             run = self._naive_gradient if backend(scores[0]) == "naive" else gradient
             if len(batch) == 1:  # which is what the functions know
-                return list(run(scores, constants, key, omega))
+                return [mark(t, wrong) for t in run(scores, constants, key, omega)]
             flat = self._flat(scores, score_dims), self._flat(constants, constant_dims)
             a, *mu = run(*flat, key, omega)
-            pairs = zip(mu, scores, strict=True)
-            return [a.reshape(batch), *(m.reshape(s.shape) for m, s in pairs)]
+            pairs = zip([a, *mu], [batch, *(s.shape for s in scores)], strict=True)
+            return [mark(t.reshape(shape), wrong) for t, shape in pairs]
 
         def run_hvp(
             scores: Tensors, directions: Tensors, constants: Tensors, key: str, omega: Omega
         ) -> list[Tensor]:
             flat = self._flat(scores, score_dims), self._flat(directions, score_dims)
+            constants, wrong = clamped(constants, limits(scores, key))
             run = self._naive_hvp if backend(scores[0]) == "naive" else hvp
             w = run(*flat, self._flat(constants, constant_dims), key, omega)
-            return [m.reshape(s.shape) for m, s in zip(w, scores, strict=True)]
+            return [mark(m.reshape(s.shape), wrong) for m, s in zip(w, scores, strict=True)]
 
         def fake_value(scores: Tensors, *rest: Any) -> Tensor:
             return scores[0].new_empty(self._batch(scores))
@@ -251,6 +259,7 @@ class Primitive:
         flat = self._flat(scores, self.score_dims)
         along = self._flat(directions, self.score_dims)
         against = self._flat(cotangents, self.score_dims)
+        constants, wrong = clamped(constants, self.limits(scores, key))
         fixed = self._flat(constants, self.constant_dims)
 
         def a(*theta: Tensor) -> Tensor:
@@ -264,7 +273,7 @@ class Primitive:
             return _dot(grad(first, arguments)(*theta), against)
 
         third = grad(second, arguments)(*flat)
-        return tuple(t.reshape(shape) for t, shape in zip(third, shapes, strict=True))
+        return tuple(mark(t.reshape(shape), wrong) for t, shape in zip(third, shapes, strict=True))
 
 
 @contextmanager

@@ -393,6 +393,33 @@ def test_start_end_and_loss(n: int, shared: bool, dtype: torch.dtype) -> None:
         close(mine, reference)
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["per-step", "shared"])
+def test_a_tag_that_is_none_makes_loss_and_gradient_nan(shared: bool) -> None:
+    unary, transition = scores(3, 4, 3, torch.float32, shared=shared)
+    ends = [unary[:, 0], unary[:, 1]]
+    lengths = torch.tensor([3, 10**6, 2], device=DEVICE)
+    tags = torch.tensor([[0, 1, 2, 99], [0, 0, 0, 0], [1, -7, 0, 0]], device=DEVICE)
+    with backend("gpu"):
+        found = ops.chain_loss.gradient_op([unary, transition, *ends], [lengths, tags], "", SHANNON)
+    for good, *wrong in found:
+        assert not bool(good.isnan().any())
+        assert all(bool(item.isnan().all()) for item in wrong)
+
+
+def test_wrong_items_are_marked_in_place() -> None:
+    from structmax import fence_gpu
+
+    wrong = torch.tensor([[True, False, True]], device=DEVICE)
+    for shape in ((), (5,), (2, 5000)):
+        for dtype in (torch.float32, torch.float64, torch.float16):
+            found = torch.zeros(1, 3, *shape, dtype=dtype, device=DEVICE)
+            assert fence_gpu.mark(found, wrong) is found
+            expected = torch.zeros_like(found)
+            expected[wrong] = math.nan
+            torch.testing.assert_close(found, expected, equal_nan=True)
+    assert fence_gpu.mark(found[:, :0], wrong[:, :0]).shape == (1, 0, 2, 5000)
+
+
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shared", [False, True], ids=["per-step", "shared"])
 @pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from structmax.fence import clamped, mark
 from structmax.forest.topology import Forest
 from structmax.smoothing import Hard, Smoothing
 
@@ -114,8 +115,10 @@ def visits(forest: Forest, q: Tensor, goal: Tensor) -> Tensor:
 
 
 def edge_visits(forest: Forest, q: Tensor, goal: Tensor) -> Tensor:
-    """Expected uses of each edge ``(B, e)``."""
-    return visits(forest, q, goal)[:, forest.on(q.device).head.long()] * q
+    """Expected uses of each edge ``(B, e)``; NaN for an item whose goal is no node."""
+    (goal,), wrong = clamped([goal], [(0, forest.num_nodes - 1)])
+    use = visits(forest, q, goal)[:, forest.on(q.device).head.long()] * q
+    return mark(use, wrong)
 
 
 def part_counts(forest: Forest, q: Tensor, goal: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from structmax.fence import Limits, fenced
 from structmax.forest import naive
 from structmax.forest.topology import Forest, lookup
 from structmax.primitive import (
@@ -57,7 +58,22 @@ def _hvp(
     return [engine.hvp(lookup(key), scores[0], directions[0], constants[0], tuple(omega))]
 
 
-forest = Primitive("forest", (1,), (0,), _value, _gradient, _hvp, _naive, hold=lookup)
+def goals(key: str) -> Limits:
+    """Goals are nodes of the forest."""
+    return [(0, lookup(key).num_nodes - 1)]
+
+
+forest = Primitive(
+    "forest",
+    (1,),
+    (0,),
+    _value,
+    _gradient,
+    _hvp,
+    _naive,
+    lambda scores, key: goals(key),
+    hold=lookup,
+)
 
 
 def _flat(scores: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,12 +81,14 @@ def _flat(scores: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
     return scores.reshape(items, scores.shape[-1]), goal.reshape(items)
 
 
+@fenced([1], lambda scores, goal, key, width: goals(key))
 def _run_argmax(scores: Tensor, goal: Tensor, key: str, width: int) -> list[Tensor]:
     a, z = _engine(scores).argmax(lookup(key), *_flat(scores, goal), width)
     batch = scores.shape[:-1]
     return [a.reshape(batch), z.reshape(*batch, width)]
 
 
+@fenced([1], lambda scores, goal, uniform, key, omega, width: goals(key), lead=1)
 def _run_sample(
     scores: Tensor, goal: Tensor, uniform: Tensor, key: str, omega: Omega, width: int
 ) -> Tensor:
@@ -81,12 +99,14 @@ def _run_sample(
     return z.reshape(draws, *batch, width)
 
 
+@fenced([1], lambda scores, goal, key, k, width: goals(key))
 def _run_kbest(scores: Tensor, goal: Tensor, key: str, k: int, width: int) -> list[Tensor]:
     a, z = _engine(scores).kbest(lookup(key), *_flat(scores, goal), k, width)
     batch = scores.shape[:-1]
     return [a.reshape(*batch, k), z.reshape(*batch, k, width)]
 
 
+@fenced([1], lambda scores, goal, key, width: goals(key))
 def _run_max_marginals(scores: Tensor, goal: Tensor, key: str, width: int) -> Tensor:
     m = _engine(scores).max_marginals(lookup(key), *_flat(scores, goal), width)
     return m.reshape(*scores.shape[:-1], width)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from structmax.fence import require
 from structmax.nn.levels import on
 from structmax.nn.pool import Pool
 
@@ -48,6 +49,7 @@ def plan_merges(actions: Tensor, items: Tensor, lengths: Tensor, n: int) -> Merg
 
     device, b = actions.device, len(lengths)
     taking, of, sizes = _host(actions, items, lengths)
+    _require_lengths(sizes, min(n, taking.shape[1] + 1))
     steps = np.maximum(sizes[of] - 1, 0)
     most = 3 * int(steps.max(initial=0))
     shape = len(taking), most
@@ -68,6 +70,7 @@ def plan_transitions(actions: Tensor, items: Tensor, lengths: Tensor, n: int) ->
 
     device, b = actions.device, len(lengths)
     taking, of, sizes = _host(actions, items, lengths)
+    _require_lengths(sizes, min(n, (taking.shape[1] + 1) // 2))
     steps = np.maximum(sizes[of] - 1, 0)
     seen = np.zeros((*taking.shape, 3), np.int64)
     root = np.zeros(len(taking), np.int64)
@@ -133,6 +136,10 @@ class _Pairs:
             return np.where(rows < 0, -1, number[rows])
 
         return rename, np.split(children, cuts) if len(order) else []
+
+
+def _require_lengths(sizes: np.ndarray, most: int) -> None:
+    require("replay", "lengths", torch.from_numpy(sizes), 1, most)
 
 
 def _host(*tensors: Tensor) -> list[np.ndarray]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from structmax.fence import fenced
 from structmax.primitive import backend_for, direct, register, to_front
 
 Weight = tuple[float, float]  # −root arcs, score: compared in this order
@@ -167,6 +168,11 @@ def _flat(scores: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
 MAX_SIDE_ON_GPU = 128  # rows of a square of float64 that one program's registers hold
 
 
+# an item has no more words than the square has sides; heads of 0 are as good as none beside NaN
+_words_are_possible = fenced([1], lambda scores, *others: [(0, scores.shape[-2] - 1)], fill=0)
+
+
+@_words_are_possible
 def _run_argmax(scores: Tensor, lengths: Tensor, single: bool) -> list[Tensor]:
     batch, s = lengths.shape, scores.shape[-1]
     if backend_for(scores) == "gpu" and s <= MAX_SIDE_ON_GPU:
@@ -179,10 +185,12 @@ def _run_argmax(scores: Tensor, lengths: Tensor, single: bool) -> list[Tensor]:
     return [value.to(scores).reshape(batch), heads.to(scores.device).reshape(*batch, s - 1)]
 
 
+@_words_are_possible
 def _run_rest(scores: Tensor, lengths: Tensor, single: bool) -> Tensor:
     return _engine(scores).rest(*_flat(scores, lengths), single).to(scores).reshape(scores.shape)
 
 
+@_words_are_possible
 def _run_kbest(scores: Tensor, lengths: Tensor, single: bool, k: int) -> list[Tensor]:
     value, choice = _engine(scores).kbest(*_flat(scores, lengths), single, k)
     batch, s = lengths.shape, scores.shape[-2]

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from structmax.fence import fenced
 from structmax.primitive import backend_for, register, to_front
 
 
@@ -73,6 +74,13 @@ def _flat(*tensors: Tensor) -> list[Tensor]:
     return [t.reshape(items, *t.shape[tensors[-1].dim() :]) for t in tensors]
 
 
+# sides are those of the matrix at most
+_sides_are_possible = fenced(
+    [1, 2], lambda scores, *others: [(1, side) for side in scores.shape[-2:]]
+)
+
+
+@_sides_are_possible
 def _run_argmax(scores: Tensor, rows: Tensor, columns: Tensor) -> list[Tensor]:
     given = _flat(scores, rows, columns)
     backend = backend_for(scores)
@@ -89,6 +97,7 @@ def _run_argmax(scores: Tensor, rows: Tensor, columns: Tensor) -> list[Tensor]:
     return [best.reshape(rows.shape).to(scores), z.reshape(scores.shape[:-1]).to(scores.device)]
 
 
+@_sides_are_possible
 def _run_kbest(scores: Tensor, rows: Tensor, columns: Tensor, k: int) -> list[Tensor]:
     theta, n_rows, n_columns = (t.cpu() for t in _flat(scores, rows, columns))
     if backend_for(scores) == "naive":
@@ -181,7 +190,7 @@ def max_marginals(scores: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor
     for k in range(q):
         way = torch.minimum(way, way[..., :, k, None] + way[..., None, k, :])
     value = best.double()[..., None, None] - (loss + way.mT)
-    value = torch.where((best > -math.inf)[..., None, None], value, -math.inf)
+    value = torch.where((best > -math.inf)[..., None, None], value, best.double()[..., None, None])
     value = torch.empty_like(value).scatter(-1, c[..., None, :].expand_as(value), value)
     spare = torch.where(square & ~row[..., :, None], value, -math.inf).amax(-2)
     other = torch.where(square & ~column[..., None, :], value, -math.inf).amax(-1)

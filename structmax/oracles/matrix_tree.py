@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from structmax import checks
+from structmax.fence import fenced
 from structmax.primitive import Omega, Primitive, Tensors, backend_for, register, to_front
 from structmax.smoothing import Shannon
 
@@ -191,7 +192,16 @@ def _hvp(
     return [w.to(theta.dtype)]
 
 
-matrix_tree = Primitive("matrix_tree", (2,), (0,), _value, _gradient, _hvp, _naive)
+matrix_tree = Primitive(
+    "matrix_tree",
+    (2,),
+    (0,),
+    _value,
+    _gradient,
+    _hvp,
+    _naive,
+    lambda scores, key: [(0, scores[0].shape[-1] - 1)],
+)
 
 
 def naive_sample(
@@ -218,6 +228,7 @@ def naive_sample(
     return torch.stack(draws) if draws else lengths.new_zeros(uniform.shape, dtype=torch.int64)
 
 
+@fenced([1], lambda scores, *others: [(0, scores.shape[-1] - 1)], lead=1, fill=0)
 def _run_sample(
     scores: Tensor, lengths: Tensor, uniform: Tensor, single: bool, gamma: float
 ) -> Tensor:

@@ -20,6 +20,7 @@ import math
 import torch
 from torch import Tensor
 
+from structmax.fence import fenced
 from structmax.primitive import Omega, Primitive, Tensors, register, to_front
 from structmax.smoothing import from_code
 
@@ -81,7 +82,16 @@ def _hvp(
     return [(t / gamma).to(scores[0].dtype) for t in w]
 
 
-subset = Primitive("subset", (1, 1), (0,), _value, _gradient, _hvp, naive)
+subset = Primitive(
+    "subset",
+    (1, 1),
+    (0,),
+    _value,
+    _gradient,
+    _hvp,
+    naive,
+    lambda scores, key: [(1, scores[0].shape[-1])],
+)
 
 
 def _flat(*tensors: Tensor) -> list[Tensor]:
@@ -89,6 +99,7 @@ def _flat(*tensors: Tensor) -> list[Tensor]:
     return [t.reshape(items, *t.shape[tensors[-1].dim() :]).cpu() for t in tensors]
 
 
+@fenced([2], lambda take, *others: [(1, take.shape[-1])], lead=1)
 def _run_sample(
     take: Tensor, skip: Tensor, lengths: Tensor, uniform: Tensor, key: str, gamma: float
 ) -> Tensor:
@@ -100,6 +111,7 @@ def _run_sample(
     return z.reshape(len(uniform), *take.shape).to(take.dtype)
 
 
+@fenced([2], lambda take, *others: [(1, take.shape[-1])])
 def _run_kbest(take: Tensor, skip: Tensor, lengths: Tensor, key: str, k: int) -> list[Tensor]:
     from structmax.oracles import subset_cpu
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from structmax import fence
 from structmax.forest.topology import lookup
 from structmax.jit import run_chunks
 from structmax.sparse import oracles_cpu as compiled
@@ -84,8 +86,14 @@ def _start(init: SparseMAPResult | None, items: int, size: int) -> tuple[NDArray
     return counts.numpy(), given[2].reshape(items, k).contiguous().numpy()
 
 
-def _ints(sizes: Tensor) -> NDArray:
-    return sizes.reshape(-1).long().contiguous().numpy()
+def _ints(structure: PartStructure, name: str, given: Tensor, low: int, high: int) -> NDArray:
+    """Integers ``(*batch)`` between two numbers as kernels read them."""
+    sizes = fence.require(f"{structure._name}.sparsemap", name, given.long(), low, high)
+    return sizes.reshape(-1).contiguous().numpy()
+
+
+def _lengths(structure: Any) -> NDArray:
+    return _ints(structure, "lengths", structure._lengths(), 1, structure._longest)
 
 
 def _oracle(
@@ -94,26 +102,30 @@ def _oracle(
     """The kernel over a chunk of items, the most parts of a structure, and the oracle's cost."""
     shape = tuple(structure.event_shape)
     if isinstance(structure, LinearChain):
-        (n, c), lengths = shape, _ints(structure._lengths())
+        (n, c), lengths = shape, _lengths(structure)
         sides = (n, c, parts[1].shape[-3])
         return (lambda *a: compiled.chains(*a, lengths, sides)), 2 * n - 1, n * c * c
     if isinstance(structure, ArcStructure):
         if structure._has_choices != structure.labelled:
             return None  # some edges are included, which this kernel does not know
-        words, single = _ints(structure._words()), structure._single
+        words = _ints(structure, "lengths", structure._words(), 0, shape[0] - 1)
+        single = structure._single
         both, s = isinstance(structure, SpanningTree), shape[0]
         sides = (s, s, shape[2] if structure.labelled else 1)
         kinds = words, sides, single, both
         return (lambda *a: compiled.arborescences(*a, *kinds)), 2 * s, 20 * s * s
     if isinstance(structure, Assignment):
-        rows, columns = map(_ints, structure._sizes())
+        rows, columns = (
+            _ints(structure, "lengths", size, 1, most)
+            for size, most in zip(structure._sizes(), shape, strict=True)
+        )
         cost = 10 * shape[0] * shape[1]
         return (lambda *a: compiled.assignments(*a, rows, columns, shape)), min(shape), cost
     if isinstance(structure, KSubset):
-        lengths, k, (n,) = _ints(structure._lengths()), (structure._least, structure._most), shape
+        lengths, k, (n,) = _lengths(structure), (structure._least, structure._most), shape
         return (lambda *a: compiled.subsets(*a, lengths, n, k)), n, 10 * n
     if isinstance(structure, PCFG):
-        (n, _, S), lengths, N = shape, _ints(structure._lengths()), structure.N
+        (n, _, S), lengths, N = shape, _lengths(structure), structure.N
         cost = n * n // 2 * N * S * S
         return (lambda *a: compiled.grammars(*a, lengths, (n, S, N))), 3 * n - 1, cost
     # a structure with an argmax of its own may have a forest that nobody wants to draw
@@ -137,7 +149,8 @@ def _forest(
     given = theta.gather(1, source.clamp(min=0))
     if not bool(((source < 0) | (packed == given) | given.isnan()).all()):
         return None  # the forest's scores are not those of parts, but made from them
-    arrays = packed.contiguous().numpy(), source.contiguous().numpy(), _ints(structure._goal())
+    goals = _ints(structure, "goal", structure._goal(), 0, forest.num_nodes - 1)
+    arrays = packed.contiguous().numpy(), source.contiguous().numpy(), goals
     longest = int(forest.longest)
     return (
         lambda *a: compiled.forests(*a, *arrays, forest.incoming(), longest),

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from structmax.fence import require
 from structmax.forest.chain.gpu import best_tags
 from structmax.forest.chain.ops import MAX_TAGS_ON_GPU
 from structmax.launch import quick
@@ -434,16 +435,19 @@ class _Kind:
 
 
 def _kind(structure: PartStructure, penalize: str) -> _Kind | None:
+    name = f"{structure._name}.sparsemap"
     if isinstance(structure, LinearChain):
         (L, R), steps = structure.event_shape, structure._parts()[1].shape[-3]
         if penalize == "all" or R > MAX_TAGS_ON_GPU:
             return None
-        return _Kind(False, False, structure._lengths().reshape(-1), L, R, steps)
+        lengths = require(name, "lengths", structure._lengths(), 1, L)
+        return _Kind(False, False, lengths.reshape(-1), L, R, steps)
     if isinstance(structure, NonprojectiveTree):
         L = R = structure.event_shape[0]
         if structure.labelled or L > MAX_SIDE_ON_GPU:
             return None
-        return _Kind(True, structure._single, structure._words().reshape(-1), L, R, 0)
+        words = require(name, "lengths", structure._words(), 0, L - 1)
+        return _Kind(True, structure._single, words.reshape(-1), L, R, 0)
     return None
 
 

@@ -100,7 +100,8 @@ class Hyperpath(DynamicStructure):
 
     def _goal(self) -> Tensor:
         if self.goal is not None:
-            return self.goal.int().expand(self.batch_shape)
+            goal = self.goal.clamp(-1, self.forest.num_nodes)  # int32 could wrap into the forest
+            return goal.int().expand(self.batch_shape)
         last, device = self.forest.num_nodes - 1, self.scores.device
         return full(self.batch_shape, last, device, torch.int32)
 

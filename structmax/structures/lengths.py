@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from structmax import checks
+from structmax.fence import trusted
 from structmax.primitive import is_plain
 from structmax.structures.base import Structure
 
@@ -35,6 +36,7 @@ def full(
         if len(_kept) < MOST:
             torch.cuda.current_stream(device).synchronize()  # other streams need not wait for it
             _kept[key] = found
+            trusted.add(id(found))
     return found
 
 

@@ -246,10 +246,12 @@ def subtract_scores(U, TT, starts, ends, lengths, tags, out):
 
 @kernel
 def subtract_tags(lengths, tags, MU, MT):
-    """μ becomes μ − z, up to the first tag that is none."""
+    """μ becomes μ − z; NaN for an item with a tag that is none."""
     for b in range(len(lengths)):
         for t in range(lengths[b]):
             if not 0 <= tags[b, t] < MU.shape[2]:
+                MU[b] = np.nan
+                MT[b] = np.nan
                 break
             MU[b, t, tags[b, t]] -= 1
             if t > 0:

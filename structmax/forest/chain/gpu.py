@@ -473,19 +473,20 @@ def _less_tags(
 ):  # fmt: skip
     """A less the score of the given tags, and the marginals less their indicator, all in place.
 
-    A tag that there is not makes A NaN. With SHARED, MT are counts, which start at 0: whole
-    numbers, whose sum has no order.
+    A tag that there is not makes A and the marginals NaN. With SHARED, MT are counts, which start
+    at 0: whole numbers, whose sum has no order.
     """
     b = tl.program_id(0).to(tl.int64)
     length = tl.load(L + b * ls).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float64)
+    unknown = tl.zeros((BLOCK,), tl.int32)
     for k in range(0, length.to(tl.int32), BLOCK):
         t = k + tl.arange(0, BLOCK) + length * 0
         here, both = t < length, t + 1 < length
         tag = tl.load(TAGS + b * gs[0] + t * gs[1], mask=here, other=0)
         after = tl.load(TAGS + b * gs[0] + (t + 1) * gs[1], mask=both, other=0)
         known = (tag >= 0) & (tag < c)
-        total = tl.where(known, total, float("nan"))
+        unknown += (~known).to(tl.int32)
         here, both = here & known, both & known & (after >= 0) & (after < c)
         own = U + b * us[0] + t * us[1] + tag * us[2]
         total += tl.load(own, mask=here, other=0.0).to(tl.float64)
@@ -501,7 +502,16 @@ def _less_tags(
             else:
                 step = MT + ((b * steps + t) * c + tag) * c + after
                 tl.store(step, tl.load(step, mask=both) - 1, mask=both)
-    tl.store(A + b, tl.load(A + b) - tl.sum(total, 0))
+    wrong = tl.sum(unknown, 0) > 0
+    tl.store(A + b, tl.load(A + b) - tl.where(wrong, float("nan"), tl.sum(total, 0)))
+    if GRADIENT and wrong:
+        tl.debug_barrier()  # what other threads have stored comes first
+        block, nothing = tl.arange(0, BLOCK), tl.full((BLOCK,), float("nan"), tl.float32)
+        for k in range(0, n * c, BLOCK):
+            tl.store(MU + b * n * c + k + block, nothing, mask=k + block < n * c)
+        for k in range(0, steps * c * c, BLOCK):
+            here = k + block < steps * c * c
+            tl.store(MT + b * steps * c * c + k + block, nothing, mask=here)
 
 
 # ------------------------------------------------------------------------------- torch functions

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from structmax.fence import clamped, mark
 from structmax.primitive import recordable, recording
 from structmax.smoothing import Hard, Shannon, Smoothing
 
@@ -61,16 +62,18 @@ def fold(
 
 
 def score(unary: Tensor, transition: Tensor, lengths: Tensor, tags: Tensor) -> Tensor:
-    """The score ``(B)`` of tags ``(B, n)``, in float64; the padding may hold anything."""
+    """The score ``(B)`` of tags ``(B, n)``, in float64; NaN if one is none. The padding may hold
+    anything."""
     c = unary.shape[-1]
     inside = torch.arange(unary.shape[1], device=unary.device) < lengths[:, None]
-    tags = torch.where(inside, tags, 0)
+    (tags,), wrong = clamped([torch.where(inside, tags, 0)], [(0, c - 1)])
     own = unary.gather(-1, tags[..., None]).squeeze(-1)
     pair = tags[:, :-1] * c + tags[:, 1:]  # (B, n − 1)
     between = transition.flatten(-2).expand(-1, pair.shape[1], -1)
     between = between.gather(-1, pair[..., None]).squeeze(-1)
     own, between = torch.where(inside, own, 0.0), torch.where(inside[:, 1:], between, 0.0)
-    return own.double().sum(-1) + between.double().sum(-1)
+    total = own.double().sum(-1) + between.double().sum(-1)
+    return total if wrong is None else mark(total, wrong.any(-1))
 
 
 def argmax(unary: Tensor, transition: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from structmax.fence import Limits, fenced
 from structmax.forest.chain import naive
 from structmax.primitive import (
     Omega,
@@ -77,7 +78,10 @@ def _naive(scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tenso
     (unary, transition), lost = _folded([t.double() for t in scores], constants[0])
     value = naive.value(unary, transition, constants[0], from_code(omega))
     if len(constants) > 1:
-        return (value - naive.score(unary, transition, *constants)).to(scores[0].dtype)
+        score = naive.score(unary, transition, *constants)
+        # a product, so that the derivatives of an item with a tag that is none are NaN as well
+        value = (value - score) * torch.where(score.isnan(), math.nan, 1.0)
+        return value.to(scores[0].dtype)
     return (value + lost).to(scores[0].dtype)
 
 
@@ -166,12 +170,21 @@ def _hvp(
     return w if gamma == 1.0 else [(t / gamma).to(scores[0].dtype) for t in w]
 
 
-_functions = (_value, _gradient, _hvp, _naive, _backend)
-chain = Primitive("chain", (2, 3, 1, 1), (0,), *_functions)
-plain_chain = Primitive("plain_chain", (2, 3), (0,), *_functions)
-chain_loss = Primitive("chain_loss", (2, 3, 1, 1), (0, 1), *_functions)
+def _limits(scores: Tensors, key: str) -> Limits:
+    return [(1, scores[0].shape[-2])]
 
 
+def _limits_of_loss(scores: Tensors, key: str) -> Limits:
+    return [*_limits(scores, key), None]  # kernels validate the tags: their padding may be anything
+
+
+_functions = (_value, _gradient, _hvp, _naive)
+chain = Primitive("chain", (2, 3, 1, 1), (0,), *_functions, _limits, _backend)
+plain_chain = Primitive("plain_chain", (2, 3), (0,), *_functions, _limits, _backend)
+chain_loss = Primitive("chain_loss", (2, 3, 1, 1), (0, 1), *_functions, _limits_of_loss, _backend)
+
+
+@fenced([4], lambda unary, *others: [(1, unary.shape[-2])])
 def _run_argmax(
     unary: Tensor, transition: Tensor, start: Tensor, end: Tensor, lengths: Tensor
 ) -> list[Tensor]:

@@ -72,5 +72,23 @@ def _series_hvp(
     return [a + b for a, b in zip(*terms, strict=True)]
 
 
-grid = Primitive("grid", (2,), (0, 0), _value, _gradient, _hvp, _naive)
-series = Primitive("series", (2, 2), (0, 0), _value, _gradient, _series_hvp, _naive)
+grid = Primitive(
+    "grid",
+    (2,),
+    (0, 0),
+    _value,
+    _gradient,
+    _hvp,
+    _naive,
+    lambda scores, key: [(1, side) for side in scores[0].shape[-2:]],
+)
+series = Primitive(
+    "series",
+    (2, 2),
+    (0, 0),
+    _value,
+    _gradient,
+    _series_hvp,
+    _naive,
+    lambda scores, key: [(1, given.shape[-2]) for given in scores],
+)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from structmax.fence import Limits, fenced
 from structmax.forest.pcfg import naive
 from structmax.forest.pcfg.chart import Dual, Grammar
 from structmax.forest.pcfg.low_rank import LowRank
@@ -215,7 +216,12 @@ def _with_direction(
     return Grammar(scores, lengths, gamma), Grammar(v, lengths, 1.0, outside=0.0)
 
 
-pcfg = Primitive("pcfg", (3, 1, 3), (0,), _value, _gradient, _hvp, _naive)
+def _limits(scores: Tensors, key: str = "") -> Limits:
+    """Lengths are those of the chart at most."""
+    return [(1, scores[0].shape[-2])]
+
+
+pcfg = Primitive("pcfg", (3, 1, 3), (0,), _value, _gradient, _hvp, _naive, _limits)
 
 
 # -- the primitive of low rank, Shannon with γ = 1 -----------------------------------------------
@@ -289,6 +295,7 @@ low_rank = Primitive(
     _gradient_low_rank,
     _hvp_low_rank,
     _naive_low_rank,
+    _limits,
 )
 
 
@@ -302,6 +309,7 @@ def _flat(*tensors: Tensor) -> tuple[list[Tensor], Tensor]:
     return flat[:3], flat[3]
 
 
+@fenced([3], lambda *given: _limits(given))
 def _run_kbest(spans: Tensor, root: Tensor, rules: Tensor, lengths: Tensor, k: int) -> list[Tensor]:
     batch, event = spans.shape[:-3], spans.shape[-3:]
     scores, sizes = _flat(spans, root, rules, lengths)
@@ -316,6 +324,7 @@ def _best_goal(g: Grammar, chart: Tensor) -> Tensor:
     return (g.root + chart[items, 0, g.lengths - 1]).amax(-1)
 
 
+@fenced([3], lambda *given: _limits(given), lead=1)
 def _run_sample(
     spans: Tensor, root: Tensor, rules: Tensor, lengths: Tensor, uniform: Tensor, gamma: float
 ) -> Tensor:
@@ -338,6 +347,7 @@ def _run_sample(
     return z.movedim(1, 0).reshape(len(uniform), *batch, *event)
 
 
+@fenced([5], lambda *given: _limits(given), lead=1)
 def _run_sample_low_rank(
     spans: Tensor, root: Tensor, left: Tensor, right: Tensor, parent: Tensor, lengths: Tensor,
     uniform: Tensor,
@@ -371,6 +381,7 @@ def _run_sample_low_rank(
     return z.movedim(1, 0).reshape(len(uniform), *batch, *event)
 
 
+@fenced([3], lambda *given: _limits(given))
 def _run_max_marginals(spans: Tensor, root: Tensor, rules: Tensor, lengths: Tensor) -> Tensor:
     scores, sizes = _flat(spans, root, rules, lengths)
 
