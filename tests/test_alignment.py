@@ -576,6 +576,59 @@ def test_ctc_of_many_frames_far_from_zero(shift: float) -> None:
     torch.testing.assert_close(value, near.log_partition(), atol=1e-8, rtol=0)
 
 
+def curvature(s: sx.Structure, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of the entropy, and H·𝟏, which is 0 where all structures have as many parts."""
+    (slope,) = torch.autograd.grad(s.entropy().sum(), x)
+    (flat,) = torch.autograd.grad(s.marginals().sum(), x)
+    return slope, flat
+
+
+@pytest.mark.parametrize("shift", [0.0, -1e4])
+@pytest.mark.parametrize(("frames", "backend"), [(100, "cpu"), (2000, "cpu"), (100, "naive")])
+def test_ctc_curvature_does_not_drift(frames: int, backend: str, shift: float) -> None:
+    """In float32, at scores whose sums along the paths are large."""
+    g = torch.Generator().manual_seed(0)
+    theta = torch.randint(-3000, 3000, (1, frames, 20), generator=g) / 1024 + shift
+    targets = torch.randint(1, 20, (1, frames // 10), generator=g)
+    found = []
+    for x in (theta.requires_grad_(), theta.detach().double().requires_grad_()):
+        with sx.backend(backend if x is theta else "cpu"):
+            found.append(curvature(sx.CTC(x, targets), x))
+    (slope, flat), (exact, _) = found
+    assert flat.abs().max() < 1e-6
+    torch.testing.assert_close(slope.double(), exact, atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "naive"])
+@pytest.mark.parametrize("omega", [sx.Shannon(), sx.Gini()], ids=str)
+def test_dtw_curvature_does_not_drift(omega: sx.Smoothing, backend: str) -> None:
+    """In float32, at an offset of 1e4, at which every path has as many cells as it can."""
+    n, g = (100, torch.Generator().manual_seed(0))
+    theta = torch.randint(-3000, 3000, (1, n, n), generator=g) / 1024 + 1e4
+    found = []
+    for x in (theta.requires_grad_(), theta.detach().double().requires_grad_()):
+        with sx.backend(backend if x is theta else "cpu"):
+            mu = sx.Alignment(x, smoothing=omega).marginals()
+            weights = theta.detach().to(x), torch.ones_like(x)
+            found.append(
+                [torch.autograd.grad((w * mu).sum(), x, retain_graph=True) for w in weights]
+            )
+    ((slope,), (flat,)), ((exact,), _) = found
+    assert flat.abs().max() < 1e-6
+    torch.testing.assert_close(slope.double(), exact, atol=1e-5, rtol=0)
+
+
+def test_a_direction_without_a_number_stays_where_it_is_forbidden() -> None:
+    """Centring takes no number from a cell that no path visits."""
+    x = randn(1, 12, 12)
+    x[:, 3:5, 3:5] = -math.inf
+    s = sx.Alignment(x.requires_grad_())
+    v = torch.where(x == -math.inf, math.nan, x.detach())
+    (w,) = torch.autograd.grad(s.marginals(), x, v)
+    (plain,) = torch.autograd.grad(s.marginals(), x, v.nan_to_num())
+    torch.testing.assert_close(w, plain)
+
+
 def test_ctc_condition() -> None:
     s = sx.CTC(randn(5, 3), torch.tensor([1, 1]))
     for t, v in itertools.product(range(5), range(2)):

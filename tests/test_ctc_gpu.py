@@ -73,6 +73,19 @@ def agree(
     return ours
 
 
+def test_curvature_does_not_drift() -> None:
+    """In float32, at an offset of −1e4 in scores and direction."""
+    theta = (scores(1, 30, 4) * 8).round().float() / 8 - 1e4
+    of = item([1, 1, 3, 2], frames=[30])
+    found = [
+        [run(name, x, v.to(x), of, 0, 1.0)[-1] for v in (theta, torch.ones_like(theta))]
+        for name, x in (("gpu", theta), ("naive", theta.double()))
+    ]
+    (slope, flat), (exact, _) = found
+    assert flat.abs().max() < 1e-6
+    torch.testing.assert_close(slope.double(), exact, atol=1e-5, rtol=0)
+
+
 RAGGED = item(
     [1, 1, 3], [3, 1], [], [2, 2, 2], frames=[5, 3, 2, 4]
 )  # there is no room for the last

@@ -72,6 +72,22 @@ def test_float32_with_any_strides(omega: sx.Smoothing) -> None:
     agree(scores(2, 4, 3, dtype=f32).mT, sizes((3, 4), (2, 2)), omega)
 
 
+@pytest.mark.parametrize("omega", [sx.Shannon(), sx.Gini()], ids=str)
+def test_curvature_does_not_drift(omega: sx.Smoothing) -> None:
+    """In float32, at an offset of 1e4 in scores and direction."""
+    theta = (scores(1, 13, 12) * 8).round().float() / 8 + 1e4
+    args = sizes((13, 12)), "", list(omega.code)
+    found = []
+    for name, x in (("gpu", theta), ("naive", theta.double())):
+        with backend(name):
+            found.append(
+                [ops.grid.hvp_op([x], [v.to(x)], *args)[0] for v in (theta, theta * 0 + 1)]
+            )
+    (slope, flat), (exact, _) = found
+    assert flat.abs().max() < 1e-6
+    torch.testing.assert_close(slope.double(), exact, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("features", [1, 3])
 @pytest.mark.parametrize("omega", OMEGAS, ids=str)
 def test_series(omega: sx.Smoothing, features: int) -> None:

@@ -22,7 +22,7 @@ from structmax.jit import exp, kernel, log, run_chunks
 INF = math.inf
 State = np.uint64  # numba tests signed indices for being negative, which keeps loops from vectors
 ONE, TWO = State(1), State(2)
-EVERY = 8  # frames, after which V is moved back to around 0
+EVERY = 8  # frames, after which V and its derivative are moved back to around 0
 
 
 @kernel(inner=True)
@@ -177,7 +177,9 @@ def down(a, symbols, frames, states, reach, V, Q, F, G, mu):
 def tangent(a, inverse, v, symbols, frames, states, reach, V, dV, W, Q, D, F, dF, G, dG, w):
     """w: the derivative of μ in direction v, given what ``up`` left in V and Q.
 
-    With V̇ that of V, a state has V̇ = v + Σ q ẋ over its moves, and q̇ = q(ẋ − Σ q ẋ).
+    With V̇ that of V, a state has V̇ = v + Σ q ẋ over its moves, and q̇ = q(ẋ − Σ q ẋ). Only
+    differences of V̇ matter, but it grows with the sum of v along the paths: means are divided by
+    Σ q, which rounding keeps from 1, and V̇ is centred every few frames.
     """
     dV[:] = 0.0
     for t in range(frames):
@@ -185,13 +187,20 @@ def tangent(a, inverse, v, symbols, frames, states, reach, V, dV, W, Q, D, F, dF
         low, high = State(reach[t, 0]), State(reach[t, 1])
         for s in range(low, high):
             x, y, z = dV[last, s + TWO], dV[last, s + ONE], dV[last, s]
+            mass = np.float64(Q[0, t, s]) + Q[1, t, s] + Q[2, t, s]
             mean = Q[0, t, s] * x + Q[1, t, s] * y + Q[2, t, s] * z
+            mean /= mass if mass != 0 else 1.0
             D[0, t, s] = Q[0, t, s] * (x - mean)
             D[1, t, s] = Q[1, t, s] * (y - mean)
             D[2, t, s] = Q[2, t, s] * (z - mean)
             W[s] = mean
         for s in range(low, high):
             dV[now, s + TWO] = v[t, symbols[s]] * inverse + W[s]
+        if t % EVERY == EVERY - 1:
+            middle = dV[now, (low + high) // TWO + TWO]
+            middle = middle if -INF < middle < INF and low < high else 0.0
+            for s in range(low, high):
+                dV[now, s + TWO] -= middle
     seed_ends(a, states, V[(frames - 1) % 2], G)
     end, mean = dV[(frames - 1) % 2], 0.0
     dG[:] = 0.0

@@ -40,6 +40,7 @@ Code = tuple[float, float, float]
 FAR = 300.0  # scores of more are not exponentiated
 LEAST, MOST = 1e-200, 1e200  # of a diagonal's exponentials, so that their products are numbers
 LARGE, TINY = 2.0**100, 1e-290
+EVERY = 8  # diagonals, after which derivatives are moved back to around 0
 
 
 @kernel(inner=True)
@@ -287,7 +288,9 @@ def tangent_up(kind, gamma, v, rows, columns, band, Q, X, V, D):
     """D: the derivative of the backpointers in direction v.
 
     V̇ = v + Σ q ẋ with ẋ = V̇ of the tails, and q̇ = s(ẋ − x̄)/γ with x̄ the mean of ẋ under s: q
-    itself for Shannon, the indicator of its support for Gini.
+    itself for Shannon, the indicator of its support for Gini. Only differences of V̇ matter, but it
+    grows with the sum of v along the paths: means are divided by Σ q, which rounding keeps from 1,
+    and V̇ is centred every few diagonals.
     """
     V[:] = 0.0
     inverse = 1.0 / gamma
@@ -298,13 +301,15 @@ def tangent_up(kind, gamma, v, rows, columns, band, Q, X, V, D):
         for i in range(low, wide):
             X[0, i], X[1, i], X[2, i] = V[before, i], V[last, i], V[last, i + ONE]
         for i in range(low, wide):
-            dot, top, mass = 0.0, 0.0, 0.0
+            dot, whole, top, mass = 0.0, 0.0, 0.0, 0.0
             for k in range(3):
-                q = Q[k, r, i]
+                q = np.float64(Q[k, r, i])
                 s = q if kind == SHANNON else (1.0 if q > 0 else 0.0)
                 dot += q * X[k, i] if q != 0 else 0.0
+                whole += q
                 top += s * X[k, i] if q != 0 else 0.0
                 mass += s
+            dot /= whole if whole != 0 else 1.0
             mean = top / (mass if mass != 0 else 1.0)
             for k in range(3):
                 q = Q[k, r, i]
@@ -313,6 +318,13 @@ def tangent_up(kind, gamma, v, rows, columns, band, Q, X, V, D):
             X[0, i] = dot
         for i in range(low, high):
             V[now, i + ONE] = v[i, along - i] + X[0, i]
+        if d % EVERY == EVERY - 1 and high > low:
+            middle = V[now, (low + high) // TWO + ONE]
+            middle = middle if -INF < middle < INF else 0.0
+            for i in range(low, high):
+                V[now, i + ONE] -= middle
+            for i in range(len(V[last])):
+                V[last, i] -= middle
         V[now, low] = V[now, high + ONE] = 0.0
 
 

@@ -42,6 +42,7 @@ LOG2_E, MOST = tl.constexpr(math.log2(math.e)), tl.constexpr(sys.float_info.max)
 Code = tuple[float, float, float]
 ROWS = 1024  # of a diagonal that a program takes at a time, at most
 AHEAD = tl.constexpr(2)  # diagonals
+EVERY = tl.constexpr(8)  # diagonals, after which derivatives are moved back to around 0
 SIDE = 32  # of a square that is moved at a time
 CORNERS = 2  # from which programs start under Shannon
 
@@ -284,7 +285,11 @@ def tangent_up(
     direction, sb, si, sj, R, C, V, Q, D, n, m, band, gamma: tl.float64,
     BLOCK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """D: the derivative of the backpointers along a direction; V ``(B, 3, n + 2)`` comes as 0."""
+    """D: the derivative of the backpointers along a direction; V ``(B, 3, n + 2)`` comes as 0.
+
+    As on the CPU, means are divided by Σ q, and V is centred every few diagonals: a number of the
+    last diagonal is taken out of it and of the one before it, as they are read.
+    """
     b = tl.program_id(0).to(tl.int64)
     rows, columns = tl.load(R + b).to(tl.int64), tl.load(C + b).to(tl.int64)
     direction += b * sb
@@ -292,10 +297,13 @@ def tangent_up(
     V += b * 3 * (n + 2)
     Q += b * 3 * plane
     D += b * 3 * plane
+    earlier = tl.zeros((), tl.float64)  # what was taken out a diagonal ago
     for k in range(0, (rows + columns - 1).to(tl.int32)):
         d = k + rows * 0
         low, high = reach(d, rows, columns, band)
         before, last = V + (d + 1) % 3 * (n + 2), V + (d + 2) % 3 * (n + 2)
+        middle = tl.load(last + (low + high) // 2 + 1, mask=d % EVERY == 0, other=0.0)
+        middle = tl.where(tl.abs(middle) < float("inf"), middle, 0.0)
         for start in range((low - 1).to(tl.int32), (high + 1).to(tl.int32), BLOCK):
             i = start + tl.arange(0, BLOCK) + rows * 0
             inside = (i >= low) & (i < high)
@@ -303,10 +311,13 @@ def tangent_up(
             q0 = tl.load(Q + at, mask=inside, other=0.0)
             q1 = tl.load(Q + at + plane, mask=inside, other=0.0)
             q2 = tl.load(Q + at + 2 * plane, mask=inside, other=0.0)
-            x0 = tl.where(q0 == 0.0, 0.0, tl.load(before + i, mask=inside, other=0.0))
-            x1 = tl.where(q1 == 0.0, 0.0, tl.load(last + i, mask=inside, other=0.0))
-            x2 = tl.where(q2 == 0.0, 0.0, tl.load(last + i + 1, mask=inside, other=0.0))
-            dot = q0 * x0 + q1 * x1 + q2 * x2
+            x0 = tl.load(before + i, mask=inside, other=0.0) - middle - earlier
+            x1 = tl.load(last + i, mask=inside, other=0.0) - middle
+            x2 = tl.load(last + i + 1, mask=inside, other=0.0) - middle
+            x0, x1 = tl.where(q0 == 0.0, 0.0, x0), tl.where(q1 == 0.0, 0.0, x1)
+            x2 = tl.where(q2 == 0.0, 0.0, x2)
+            whole = q0.to(tl.float64) + q1 + q2
+            dot = (q0 * x0 + q1 * x1 + q2 * x2) / tl.where(whole == 0.0, 1.0, whole)
             if KIND == SHANNON:
                 s0, s1, s2, mean = q0, q1, q2, dot
             else:
@@ -319,6 +330,7 @@ def tangent_up(
             live = (i >= low - 1) & (i <= high)
             value = tl.where(inside, own.to(tl.float64) + dot, 0.0)
             tl.store(V + d % 3 * (n + 2) + i + 1, value, mask=live)
+        earlier = middle
         tl.debug_barrier()
 
 
