@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import pickle
@@ -268,6 +269,139 @@ def test_forbidden_transitions():
     assert crf(emissions, torch.full_like(tags, I)) == -math.inf
 
 
+FOLLOWS = torch.tensor([[True, True, False], [True, True, True], [True, False, True]])
+STARTS, ENDS = torch.tensor([True, True, False]), torch.tensor([True, False, True])
+
+
+def constrained(batch_first: bool = True, seed: int = 0):
+    torch.manual_seed(seed)
+    return sx.nn.CRF(3, batch_first, constraints=(FOLLOWS, STARTS, ENDS)).double()
+
+
+@pytest.mark.parametrize("mask", ["none", "prefix", "holes"])
+def test_constraints_are_those_of_minus_infinity(mask):
+    crf, plain = constrained(), make(batch_first=True)
+    with torch.no_grad():
+        for mine, other, allowed in zip(
+            (crf.transitions, crf.start_transitions, crf.end_transitions),
+            (plain.transitions, plain.start_transitions, plain.end_transitions),
+            (FOLLOWS, STARTS, ENDS), strict=True,
+        ):  # fmt: skip
+            other.copy_(torch.where(allowed, mine, -math.inf))
+            mine[~allowed] = math.nan  # whatever the parameters are there
+    emissions, tags, on = problem(mask)
+    torch.testing.assert_close(crf.marginals(emissions, on), plain.marginals(emissions, on))
+    assert crf.decode(emissions, on) == plain.decode(emissions, on)
+    for ranked in crf.decode(emissions, on, k=30):
+        for found, score in ranked:
+            assert score > -math.inf and STARTS[found[0]] and ENDS[found[-1]]
+            assert all(FOLLOWS[i, j] for i, j in itertools.pairwise(found))
+    tags = torch.zeros_like(tags)
+    loss = crf(emissions, tags, on)
+    torch.testing.assert_close(loss, plain(emissions, tags, on))
+    loss.backward()
+    for parameter, allowed in zip(
+        (crf.transitions, crf.start_transitions, crf.end_transitions), (FOLLOWS, STARTS, ENDS),
+        strict=True,
+    ):  # fmt: skip
+        assert parameter.grad.isfinite().all() and not parameter.grad[~allowed].any()
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize(
+    ("tags", "said"),
+    [
+        ([0, 0, 2, 0], "(2) is 2, which may not follow 0"),
+        ([2, 0, 0, 0], "(0) is 2, which may not come first"),
+        ([0, 0, 0, 1], "(3) is 1, which may not come last"),
+    ],
+)
+def test_gold_tags_that_constraints_forbid(batch_first, tags, said):
+    crf = constrained(batch_first)
+    emissions, gold, _ = problem()
+    gold[:] = 0
+    gold[1] = torch.tensor(tags)
+    i = int(said[1])
+    place = [1, i] if batch_first else [i, 1]
+    said = f"CRF: tags{place}" + said[3:] + " by the constraints. Correct the tags of item 1"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        crf(*layout(crf, emissions, gold))
+    on = torch.ones(3, 4).bool()
+    on[1, i] = False  # without it the sentence is allowed
+    assert crf(*layout(crf, emissions, gold, on)).isfinite()
+    each = torch.func.vmap(lambda e, t: crf(e[None], t[None], reduction="none")[0])
+    if batch_first:
+        assert each(emissions, gold).isneginf().tolist() == [False, True, False]
+
+
+def test_constraints_are_in_no_checkpoint():
+    crf, plain = constrained(), make()
+    assert list(crf.state_dict()) == list(plain.state_dict())
+    crf.load_state_dict(plain.state_dict())
+    emissions, tags, _ = problem()
+    for other in (copy.deepcopy(crf), pickle.loads(pickle.dumps(crf))):
+        assert other.decode(emissions) == crf.decode(emissions)
+    with torch.device("meta"):
+        empty = sx.nn.CRF(3, True, constraints=(FOLLOWS.tolist(), STARTS.tolist(), ENDS.tolist()))
+    filled = empty.double().to_empty(device="cpu")
+    filled.load_state_dict(crf.state_dict())
+    assert filled.decode(emissions) == crf.decode(emissions)
+    assert "constraints on transitions, starts, ends" in repr(crf)
+
+
+@pytest.mark.parametrize("average", ["weight decay", "swa", "swa of buffers", "ema", "adafactor"])
+def test_constraints_survive_averages_of_weights(average):
+    """−inf in a parameter became NaN: −inf − (−inf), or 0 times it."""
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    crf = constrained()
+    if average == "adafactor":
+        optimizer = torch.optim.Adafactor(crf.parameters(), lr=0.1, weight_decay=0.1)
+    else:
+        optimizer = torch.optim.AdamW(crf.parameters(), lr=0.1, weight_decay=0.5)
+    averaged = {
+        "swa": lambda: AveragedModel(crf),
+        "swa of buffers": lambda: AveragedModel(crf, use_buffers=True),
+        "ema": lambda: AveragedModel(crf, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True),
+    }.get(average, lambda: None)()
+    emissions, tags, _ = problem()
+    tags[:] = 0
+    for _ in range(5):
+        optimizer.zero_grad()
+        (-crf(emissions, tags)).backward()
+        optimizer.step()
+        if averaged is not None:
+            averaged.update_parameters(crf)
+    found = crf if averaged is None else averaged.module
+    assert all(p.isfinite().all() for p in found.parameters())
+    assert found(emissions, tags).isfinite()
+    for ranked in found.decode(emissions, k=30):
+        for best, _ in ranked:
+            assert STARTS[best[0]] and ENDS[best[-1]]
+            assert all(FOLLOWS[i, j] for i, j in itertools.pairwise(best))
+
+
+@pytest.mark.parametrize(
+    ("constraints", "said"),
+    [
+        (FOLLOWS, "three masks of what is allowed, (transitions, starts, ends)"),
+        ((FOLLOWS, STARTS), "got tuple of 2"),
+        ((FOLLOWS[:2], None, None), "transitions must be booleans (3, 3)"),
+        ((None, STARTS.float(), None), "starts must be booleans (3,)"),
+        ((None, None, ENDS.to("meta")), "on meta"),
+    ],
+)
+def test_errors_of_constraints(constraints, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        sx.nn.CRF(3, constraints=constraints)
+
+
+def test_constraints_of_no_sentence():
+    crf = sx.nn.CRF(2, True, constraints=(None, [True, False], [False, True]))
+    with pytest.raises(ValueError, match=r"^CRF\.decode: item 0 allows no structure"):
+        crf.decode(torch.zeros(1, 1, 2))
+
+
 # -- beyond pytorch-crf -------------------------------------------------------------------------
 
 
@@ -527,10 +661,37 @@ def test_errors_of_the_chain_are_kept():
     crf = make()
     emissions = problem()[0]
     emissions[:, 1] = -math.inf
-    with pytest.raises(ValueError, match="argmax_tags: item 1 allows no structure"):
-        crf.decode(emissions)
-    with pytest.raises(ValueError, match="is on cpu but unary is on meta"):
+    with pytest.raises(ValueError, match="is on cpu but emissions is on meta"):
         crf.decode(emissions.to("meta"))
+
+
+@pytest.mark.parametrize("k", [None, 2])
+def test_errors_name_the_callers_query(k):
+    crf = make()
+    emissions = problem()[0]
+    emissions[:, 1] = -math.inf
+    if k is None:  # else there are none of k
+        with pytest.raises(ValueError, match=r"^CRF\.decode: item 1 allows no structure"):
+            crf.decode(emissions)
+    with pytest.raises(ValueError, match=r"^CRF\.marginals: item 1 allows no structure"):
+        crf.marginals(emissions)
+    with pytest.raises(ValueError, match=r"^CRF\.decode: k must be at least 1"):
+        crf.decode(emissions, k=0)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_labels_to_be_ignored_need_a_mask(masked):
+    crf = make(batch_first=True)
+    emissions, labels, _ = problem()
+    labels[1, 2] = labels[2, 0] = -100
+    on = torch.ones(3, 4).bool() if masked else None
+    hint = "mask=mask & (labels != -100)." if masked else "mask=labels != -100."
+    with pytest.raises(
+        ValueError,
+        match=re.escape(f"got -100 at tags[1, 2]. What is to be ignored is masked out: {hint}"),
+    ):
+        crf(emissions, labels, on)
+    assert crf(emissions, labels, labels != -100).isfinite()
 
 
 def test_error_of_reduction():

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from typing import overload
+import itertools
+import math
+import re
+from collections.abc import Callable
+from typing import Any, Self, overload
 
 import torch
 from torch import Tensor, nn
 
 from structmax import checks
 from structmax.structures.linear_chain import LinearChain
+
+IGNORED = -100  # the usual label of positions that a loss is to ignore
+NAMES = (
+    ("transitions", "transitions"),
+    ("starts", "start_transitions"),
+    ("ends", "end_transitions"),
+)
+"""The constraints and the parameters that they are about."""
+Constraints = tuple[Any, Any, Any]
+"""Which transitions ``(c, c)``, first tags and last tags ``(c)`` are allowed; None: all."""
 
 
 class CRF(nn.Module):
@@ -21,12 +35,19 @@ class CRF(nn.Module):
 
     Tensors are ``(n, B, ...)``, or ``(B, n, ...)`` with ``batch_first=True``.
 
+    What no tagging may do is said by ``constraints``: a forbidden transition scores −inf whatever
+    its parameter is, has probability 0, no gradient, and is never decoded. (−inf in a parameter
+    forbids too, but weight decay and averages of weights turn it into NaN.) The masks are not in
+    the ``state_dict``.
+
     Args:
         num_tags: c, the number of tags
         batch_first: whether the batch is the first dimension
+        constraints: what is allowed: ``(transitions, starts, ends)``, masks ``(c, c)``, ``[from,
+            to]``, ``(c)`` and ``(c)``, bool tensors or lists, or None where everything is
 
     Attributes:
-        transitions: ``(c, c)``, ``[from, to]``; −inf forbids one
+        transitions: ``(c, c)``, ``[from, to]``
         start_transitions, end_transitions: ``(c)``
 
     >>> import structmax as sx
@@ -51,9 +72,18 @@ class CRF(nn.Module):
              [0.8598, 0.1402]]])
     >>> crf.structure(emissions).entropy().detach()
     tensor([1.6249])
+
+    In BIO, I may not follow O, nor come first:
+
+    >>> follows = [[True, True, False], [True, True, True], [True, True, True]]  # O, B, I
+    >>> crf = sx.nn.CRF(3, batch_first=True, constraints=(follows, [True, True, False], None))
+    >>> crf.decode(torch.tensor([[[2.0, 0.0, 9.0], [0.0, 0.0, 9.0]]]))
+    [[1, 2]]
     """
 
-    def __init__(self, num_tags: int, batch_first: bool = False) -> None:
+    def __init__(
+        self, num_tags: int, batch_first: bool = False, constraints: Constraints | None = None
+    ) -> None:
         if num_tags <= 0:
             raise ValueError(f"invalid number of tags: {num_tags}")
         super().__init__()
@@ -61,6 +91,11 @@ class CRF(nn.Module):
         self.start_transitions = nn.Parameter(torch.empty(num_tags))
         self.end_transitions = nn.Parameter(torch.empty(num_tags))
         self.transitions = nn.Parameter(torch.empty(num_tags, num_tags))
+        self.constraints = _masks(constraints, num_tags)
+        for (name, _), mask in zip(NAMES, self.constraints, strict=True):
+            # numbers, since averages of buffers are not defined for bool
+            allowed = None if mask is None else mask.to(self.transitions)
+            self.register_buffer(f"_allowed_{name}", allowed, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -69,7 +104,21 @@ class CRF(nn.Module):
             nn.init.uniform_(parameter, -0.1, 0.1)
 
     def extra_repr(self) -> str:
-        return f"num_tags={self.num_tags}"
+        given = [
+            name for (name, _), m in zip(NAMES, self.constraints, strict=True) if m is not None
+        ]
+        return f"num_tags={self.num_tags}" + (
+            f", constraints on {', '.join(given)}" if given else ""
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        empty = self.transitions.is_meta
+        super()._apply(fn, recurse)
+        if empty and not self.transitions.is_meta:  # no checkpoint has the masks
+            for (name, _), mask in zip(NAMES, self.constraints, strict=True):
+                if mask is not None:
+                    getattr(self, f"_allowed_{name}").copy_(mask)
+        return self
 
     def forward(
         self, emissions: Tensor, tags: Tensor, mask: Tensor | None = None, reduction: str = "sum"
@@ -87,7 +136,8 @@ class CRF(nn.Module):
             chain, order = self._chain(emissions, mask)
             log_likelihood = chain.log_prob(chosen if order is None else chosen.gather(1, order))
         except ValueError as error:
-            raise self._retold(error, emissions, mask, tags) from None
+            raise self._retold("forward", error, emissions, mask, tags) from None
+        self._refuse_forbidden(chain, log_likelihood.detach(), tags, mask)
         if reduction == "none":
             return log_likelihood
         if reduction == "mean":
@@ -119,7 +169,7 @@ class CRF(nn.Module):
             chain = self.structure(emissions, mask)
             return _best(chain) if k is None else _ranked(chain, k)
         except ValueError as error:
-            raise self._retold(error, emissions, mask) from None
+            raise self._retold("decode", error, emissions, mask) from None
 
     def marginals(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
         """The probability of each tag at each position, shaped as ``emissions``. Differentiable.
@@ -131,7 +181,7 @@ class CRF(nn.Module):
             chain, order = self._chain(emissions, mask)
             mu = chain.marginals()
         except ValueError as error:
-            raise self._retold(error, emissions, mask) from None
+            raise self._retold("marginals", error, emissions, mask) from None
         if order is not None:
             mu = torch.zeros_like(mu).scatter(1, order[..., None].expand_as(mu), mu)
         return self._swap(mu)
@@ -145,7 +195,7 @@ class CRF(nn.Module):
         try:
             return self._chain(emissions, mask)[0]
         except ValueError as error:
-            raise self._retold(error, emissions, mask) from None
+            raise self._retold("structure", error, emissions, mask) from None
 
     def _chain(self, emissions: Tensor, mask: Tensor | None) -> tuple[LinearChain, Tensor | None]:
         """The chain, and the order ``(B, n)`` of its positions where the mask has holes."""
@@ -156,8 +206,47 @@ class CRF(nn.Module):
             if not checks.can_look() or not _is_prefix(mask, lengths):
                 order = mask.byte().argsort(dim=1, descending=True, stable=True)
                 emissions = emissions.gather(1, order[..., None].expand_as(emissions))
-        parameters = self.transitions, self.start_transitions, self.end_transitions
+        parameters = [self._scores(name, parameter) for name, parameter in NAMES]
         return LinearChain(emissions, *parameters, lengths=lengths), order
+
+    def _scores(self, name: str, parameter: str) -> Tensor:
+        """A parameter, −inf where its constraints forbid."""
+        scores, allowed = getattr(self, parameter), getattr(self, f"_allowed_{name}")
+        return scores if allowed is None else torch.where(allowed > 0.5, scores, -math.inf)
+
+    def _refuse_forbidden(
+        self, chain: LinearChain, log_likelihood: Tensor, tags: Tensor, mask: Tensor | None
+    ) -> None:
+        """An error where tags break a constraint. Their likelihood is 0, so that nothing is looked
+        for where no item's is."""
+        if all(m is None for m in self.constraints) or not chain._validate_args:
+            return
+        if not checks.can_look() or not bool((log_likelihood == -math.inf).any()):
+            return
+        tags, on = self._swap(tags), torch.ones_like(self._swap(tags), dtype=torch.bool)
+        on = on if mask is None else self._swap(mask).bool()
+        for item in (log_likelihood == -math.inf).nonzero().squeeze(-1).tolist():
+            places = on[item].nonzero().squeeze(-1)
+            number, wrong = self._broken(tags[item, places].tolist())
+            if wrong:
+                at = [item, int(places[number])]
+                at = at if self.batch_first else at[::-1]
+                raise ValueError(
+                    f"CRF: tags{at} is {wrong} by the constraints. Correct the tags of item "
+                    f"{item}, mask positions out, or allow it."
+                )
+
+    def _broken(self, tags: list[int]) -> tuple[int, str]:
+        """Which tag of a sentence breaks a constraint, and how; "" if none does."""
+        follows, starts, ends = self.constraints
+        if starts is not None and not starts[tags[0]]:
+            return 0, f"{tags[0]}, which may not come first"
+        for number, (before, tag) in enumerate(itertools.pairwise(tags), 1):
+            if follows is not None and not follows[before, tag]:
+                return number, f"{tag}, which may not follow {before}"
+        if ends is not None and not ends[tags[-1]]:
+            return len(tags) - 1, f"{tags[-1]}, which may not come last"
+        return 0, ""
 
     def _swap(self, tensor: Tensor) -> Tensor:
         """Between the caller's layout and ``(B, n, ...)``."""
@@ -185,31 +274,73 @@ class CRF(nn.Module):
             raise ValueError(f"tags must be integers, got {tags.dtype}")
 
     def _retold(
-        self, error: ValueError, emissions: Tensor, mask: Tensor | None, tags: Tensor | None = None
+        self,
+        query: str,
+        error: ValueError,
+        emissions: Tensor,
+        mask: Tensor | None,
+        tags: Tensor | None = None,
     ) -> ValueError:
         """An error of the chain in the caller's names and places, which only now are looked for."""
-        tensors = (self.transitions, emissions, mask, tags)
-        if len({t.device for t in tensors if t is not None}) > 1 or not checks.can_look():
-            return error
+        parameters = dict(self.named_parameters())
+        try:
+            checks.same_device("CRF", emissions=emissions, mask=mask, tags=tags, **parameters)
+        except ValueError as found:
+            return found
+        retold = ValueError(re.sub(r"^LinearChain\.\w+:", f"CRF.{query}:", str(error)))
+        if not checks.can_look():
+            return retold
         everywhere = emissions.new_ones(emissions.shape[:2], dtype=torch.bool)
         on = everywhere if mask is None else mask.bool()
         given: dict[str, tuple[Tensor, checks.Mask]]
         given = {"emissions": (emissions, on[..., None])}
-        given |= {name: (scores, None) for name, scores in self.named_parameters()}
+        given |= {name: (scores, None) for name, scores in parameters.items()}
         try:
             checks.values("CRF", given)
         except ValueError as found:
             return found
         if tags is None:
-            return error
+            return retold
         wrong = on & ((tags < 0) | (tags >= self.num_tags))
         if not bool(wrong.any()):
-            return error
+            return retold
         where = tuple(wrong.nonzero()[0].tolist())
+        hint = ""
+        if int(tags[where]) == IGNORED:
+            labels = f"labels != {IGNORED}"
+            both = labels if mask is None else f"mask & ({labels})"
+            hint = f" What is to be ignored is masked out: mask={both}."
         return ValueError(
             f"CRF: a tag must be between 0 and {self.num_tags - 1}, got {int(tags[where])} at "
-            f"tags{list(where)}."
+            f"tags{list(where)}.{hint}"
         )
+
+
+def _masks(given: Any, c: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Constraints as bool tensors on the CPU, which the caller's do not change any more."""
+    if given is None:
+        return None, None, None
+    if not isinstance(given, tuple | list) or len(given) != 3:
+        raise ValueError(
+            "CRF: constraints must be three masks of what is allowed, (transitions, starts, ends), "
+            f"or None in their place, got {type(given).__name__}"
+            + (f" of {len(given)}." if isinstance(given, tuple | list) else ".")
+        )
+    found: list[Tensor | None] = []
+    for (name, _), mask, shape in zip(NAMES, given, ((c, c), (c,), (c,)), strict=True):
+        if mask is None:
+            found.append(None)
+            continue
+        if not isinstance(mask, Tensor):
+            mask = checks.as_tensor("CRF", f"constraints on {name}", mask, torch.device("cpu"))
+        if mask.dtype != torch.bool or mask.shape != shape or mask.is_meta:
+            raise ValueError(
+                f"CRF: constraints on {name} must be booleans {shape}, True where it is allowed, "
+                f"got {tuple(mask.shape)} of {mask.dtype} on {mask.device}."
+            )
+        found.append(mask.detach().clone().cpu())
+    follows, starts, ends = found
+    return follows, starts, ends
 
 
 def _best(chain: LinearChain) -> list[list[int]]:
