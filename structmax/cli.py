@@ -24,7 +24,7 @@ from structmax import __version__
 from structmax.data.folder import LONGEST_LINE, DataWarning, find_data
 from structmax.train import run as runs
 from structmax.train import tasks
-from structmax.train.config import TrainConfig, from_dict, read_toml, types_of
+from structmax.train.config import TrainConfig, cpu_defaults, from_dict, read_toml, types_of
 from structmax.train.errors import TOO_LARGE, UserError, as_user_error, is_out_of_memory, near
 from structmax.train.metrics import to_json
 from structmax.train.signals import Stopped
@@ -79,7 +79,7 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there 
 
 
 def _train(name: str, run: Path, config: Path | None, start: str, changes: dict[str, Any]) -> None:
-    from structmax.train.distributed import restarted, workers
+    from structmax.train.distributed import choose_device, restarted, workers
 
     task = tasks.by_name(name)
     there, resume = runs.exists(run), start == "resume" or restarted()
@@ -94,6 +94,10 @@ def _train(name: str, run: Path, config: Path | None, start: str, changes: dict[
     elif not there and start != "fresh" and not restarted():  # which may have died as it began
         runs.refuse_other_files(run)
     source = str(config) if config else f"task {name}"
+    device = {"device": TrainConfig.device, **options, **changes}["device"]
+    if not there or not resume:
+        on_cpu = isinstance(device, str) and choose_device(device).type == "cpu"
+        options = {**(cpu_defaults(task.config) if on_cpu else {}), **options}
     settings = from_dict(task.config, {**options, **changes}, source=source)
     if "data" in changes:
         settings.check_data()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,11 +25,13 @@ pytest.importorskip("safetensors")
 
 from structmax.cli import main
 from structmax.data import listops
+from structmax.train import distributed, tasks
 from structmax.train import run as runs
-from structmax.train import tasks
+from structmax.train.distributed import Workers
 from structmax.train.errors import UserError
 from structmax.train.metrics import read_log
 from structmax.train.tasks.listops import ListOps
+from structmax.train.tasks.parse import Parse
 
 ROOT = Path(__file__).parent.parent
 TRAIN = """
@@ -240,6 +244,27 @@ def test_resume_and_fresh(call, refused, trained: Path, tmp_path: Path) -> None:
     code, text, _ = call("train", "toy", "--out", out, "--fresh", "--steps", 2)
     assert code == 0 and json.loads(text)["steps"] == 2
     refused("train", "toy", "--out", trained, "--resume", words=["listops", "not of 'toy'"])
+
+
+def test_defaults_fit_the_device(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU only, in a new run only, and below what a file and flags say."""
+    given: list[Any] = []
+    monkeypatch.setattr(Parse, "fit", lambda self, config, *others: given.append(config) or {})
+    train = ["train", "parse", "--device", "cpu", "--out", tmp_path / "run"]
+    (tmp_path / "c.toml").write_text("layers = 3\n")
+    assert call(*train, "--config", tmp_path / "c.toml", "--hidden-size", 50)[0] == 0
+    found = given.pop()
+    assert (found.steps, found.batch_tokens, found.layers, found.hidden_size) == (1000, 1000, 3, 50)
+    runs.create(tmp_path / "run", Parse(), Parse.config(steps=7))
+    assert call(*train, "--resume")[0] == 0 and given.pop() == Parse.config(steps=7, device="cpu")
+    words = re.findall(r"[\w:]+", call("train", "parse", "--help")[1])
+    assert "On a CPU: 1000" in " ".join(words)
+    monkeypatch.setattr(distributed, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(
+        distributed, "workers", lambda device: contextlib.nullcontext(Workers(torch.device("cpu")))
+    )
+    assert call("train", "parse", "--out", tmp_path / "new")[0] == 0
+    assert given.pop() == Parse.config()
 
 
 def test_config_file(call, refused, tmp_path: Path) -> None:

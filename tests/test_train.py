@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -676,6 +677,54 @@ def test_progress_in_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     progress.close()
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("toy: step 1") and "20% done" in lines[1] and "left" in lines[1]
+    assert "/s" not in lines[0] and "left" not in lines[0]  # which nobody knows yet
+
+
+def test_a_run_says_what_it_will_do_and_soon_how_long_it_takes(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the first line of metrics is far away."""
+    now = 1000.0
+
+    class Slow(Trainer):
+        def _update(self, examples):
+            nonlocal now
+            now += 60 if self.step == 0 else 2.0  # the first one compiles
+            super()._update(examples)
+
+    monkeypatch.setattr("structmax.train.progress.time.monotonic", lambda: now)
+    Slow(Toy(), config(steps=200, log_every=100, eval_every=200), tmp_path).fit()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "toy: examples: 64 to train on, 100 to validate, 100 to test"
+    assert re.fullmatch(r"toy: [\d,]+ parameters on cpu, until 200 updates", lines[1])
+    assert lines[2] == "toy: step 1  0% done"
+    assert lines[3] == "toy: step 4  2.0 s each  2% done, 6:32 left"
+    reports = [line for line in lines if "left" in line]
+    assert 20 < len(reports) < 80 and "loss" in reports[-1]
+
+
+def test_the_time_left_is_whole_on_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    times = iter([0.0, 100.0])
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr("structmax.train.progress.time.monotonic", lambda: next(times))
+    for name in ("parse", "seq2seq"):
+        times = iter([0.0, 100.0])
+        progress = Progress(name)
+        progress.bar.stop()
+        text = "loss 12.3456  best sentences_per_second 0.1234"
+        progress.update(1, 0.0, text)
+        progress.update(41, 0.01, text)
+        screen = io.StringIO()
+        console = Console(width=80, file=screen)
+        console.print(progress.bar.get_renderable())
+        (line,) = screen.getvalue().splitlines()
+        assert len(line) <= 80 and "  1% 2:45:00 left loss 12.3456" in line, line
 
 
 def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,13 +22,19 @@ from structmax.train.errors import UserError, near
 
 
 def option(
-    default: Any, help: str, fixed: bool = False, least: float | None = None, data: bool = False
+    default: Any,
+    help: str,
+    fixed: bool = False,
+    least: float | None = None,
+    data: bool = False,
+    cpu: Any = None,
 ) -> Any:
     """A field of a configuration, with the help text of its flag.
 
     ``fixed``: what the data are, and the facts about them, which a run keeps when it is resumed.
     ``least``: of a number; by default 1 of what ends in _size or _every, and else 0.
     ``data``: the name of something in the folder that the option ``data`` says.
+    ``cpu``: the default of the command line for a run on a CPU, where another one takes hours.
 
     >>> @dataclass
     ... class Config(TrainConfig):
@@ -36,7 +42,9 @@ def option(
     >>> Config().depth, dataclasses.fields(Config)[-1].metadata["help"]
     (3, 'How deep.')
     """
-    said = {"help": help, "fixed": fixed, "least": least, "data": data}
+    if cpu is not None:
+        help = f"{help} On a CPU: {cpu}."
+    said = {"help": help, "fixed": fixed, "least": least, "data": data, "cpu": cpu}
     return field(default=default, metadata=said)
 
 
@@ -115,6 +123,12 @@ class TrainConfig:
 
 
 C = TypeVar("C", bound=TrainConfig)
+
+
+def cpu_defaults(cls: type[TrainConfig]) -> dict[str, Any]:
+    """The options of a configuration that have another default on a CPU."""
+    said = {f.name: f.metadata.get("cpu") for f in dataclasses.fields(cls)}
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def types_of(cls: type[TrainConfig]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import Any
@@ -19,35 +20,44 @@ def clock(seconds: float) -> str:
 
 
 class Progress:
-    """Reports to standard error; every method may be called on a silent one too."""
+    """Reports to standard error; every method may be called on a silent one too.
+
+    Rate and time left are those since the first update, which also compiles kernels. Plain lines
+    come ``seconds_between`` apart, more of a long run; the first that knows the time left at once.
+    """
 
     def __init__(self, title: str, silent: bool = False, seconds_between: float = 5.0) -> None:
         self.silent, self.title, self.pause = silent, title, seconds_between
-        self.rate, self.seen, self.shown = 0.0, (0.0, 0), 0.0
-        self.began: tuple[float, float] | None = None
+        self.text, self.shown, self.told = "", -math.inf, False
+        self.first: tuple[float, int, float] | None = None  # when, and what was done then
         self.bar: Any = None
         if not silent and sys.stderr.isatty():
             self.bar = _bar()
-            self.line = self.bar.add_task(title, total=1.0, text="")
+            self.line = self.bar.add_task(title, total=1.0, left="", text="")
             self.bar.start()
 
-    def update(self, step: int, fraction: float, text: str) -> None:
-        """At ``step``, a ``fraction`` of the run done, with some numbers as text."""
+    def update(self, step: int, fraction: float, text: str = "") -> None:
+        """Report ``step``, with a ``fraction`` of the run done; ``text``: numbers to show."""
         if self.silent:
             return
-        now, (then, before) = time.monotonic(), self.seen
-        if before and now > then:
-            rate = (step - before) / (now - then)
-            self.rate = 0.8 * self.rate + 0.2 * rate if self.rate else rate
-        self.seen = (now, step)
-        start, done = self.began = self.began or (now, fraction)
-        text = f"step {step}  {self.rate:.1f}/s  {text}"
+        now = time.monotonic()
+        self.text = text or self.text
+        began, before, done = self.first = self.first or (now, step, fraction)
+        rate = left = ""
+        if step > before and now > began:
+            each = (now - began) / (step - before)
+            rate = f"  {1 / each:.1f}/s" if each < 1 else f"  {each:.1f} s each"
+        if fraction > done:
+            left = f"{clock((now - began) * (1 - fraction) / (fraction - done))} left"
         if self.bar is not None:
-            self.bar.update(self.line, completed=fraction, text=text)
-        elif now - self.shown >= self.pause:
-            self.shown = now
-            left = (now - start) * (1 - fraction) / (fraction - done) if fraction > done else 0.0
-            self.say(f"{self.title}: {text}  {fraction:.0%} done, {clock(left)} left")
+            shown = "  ".join(filter(None, [self.text, f"step {step}{rate}"]))
+            self.bar.update(self.line, completed=fraction, left=left, text=shown)
+        elif now - self.shown >= max(self.pause, (now - began) / 50) or (
+            left and not self.told and step >= before + 3
+        ):
+            self.shown, self.told = now, bool(left and step >= before + 3)
+            parts = [f"step {step}{rate}", self.text, f"{fraction:.0%} done"]
+            self.say(f"{self.title}: {'  '.join(filter(None, parts))}{left and f', {left}'}")
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -65,16 +75,21 @@ class Progress:
 
 def _bar() -> Any:
     from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
+    from rich.table import Column
 
+    # what does not fit is cut at the end of the text; the time left is always whole
     return Bar(
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=12),
         TextColumn("{task.percentage:>3.0f}%"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[text]}", markup=False),
+        TextColumn("{task.fields[left]}"),
+        TextColumn(
+            "{task.fields[text]}",
+            markup=False,
+            table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+        ),
         console=Console(stderr=True),
+        expand=True,
     )

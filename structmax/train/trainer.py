@@ -171,8 +171,25 @@ class Trainer:
                 run.write_options(self.folder, self.config)
             self.log = Log(self.folder, self.step, self.measured)
         self.progress = Progress(self.task.name, silent or not self.workers.first)
-        for note in self.task.notes:
+        for note in [*self.task.notes, *self._plan()]:
             self.progress.say(f"{self.task.name}: {note}")
+
+    def _plan(self) -> list[str]:
+        """What the run will do, in lines of a terminal."""
+        config, workers = self.config, self.workers
+        train, valid, test = map(len, self.data)
+        parameters = sum(p.numel() for p in self.model.parameters())
+        many = f" of {workers.count} workers" if workers.count > 1 else ""
+        ends = [
+            f"{config.steps} updates" * bool(config.steps),
+            f"{config.minutes:g} minutes" * bool(config.minutes),
+            f"{config.patience} evaluations without a better result" * bool(config.patience),
+        ]
+        until = " or ".join(filter(None, ends))
+        return [
+            f"examples: {train} to train on, {valid} to validate, {test} to test",
+            f"{parameters:,} parameters on {workers.device}{many}, until {until}",
+        ]
 
     # -- the loop ---------------------------------------------------------------------------------
 
@@ -296,6 +313,8 @@ class Trainer:
                 self._look(self.pending.popleft())
         if due[0]:
             self._log()
+        else:
+            self.progress.update(step, self.fraction)
         if (due[1] or done) and not self.stopping:
             self._measure()
             done = done or self._done()

@@ -47,9 +47,11 @@ MOST_CELLS = 1 << 26  # of all trees that SparseMAP may try for a sentence, n² 
 class ParseConfig(TrainConfig):
     """The options of ``parse``."""
 
-    steps: int = option(3000, "Train for this many updates; 0: no limit.")
+    steps: int = option(3000, "Train for this many updates; 0: no limit.", cpu=1000)
     batch_size: int = option(1000, "Most examples per update and worker.")
-    batch_tokens: int = option(5000, "At most this many words, padding included; 0: no limit.")
+    batch_tokens: int = option(
+        5000, "At most this many words, padding included; 0: no limit.", cpu=1000
+    )
     lr: float = option(2e-3, "Learning rate.")
     schedule: Schedule = option("cosine", SCHEDULE)
     warmup: int = option(50, "Updates over which the learning rate rises from 0.")
@@ -76,9 +78,9 @@ class ParseConfig(TrainConfig):
     least_count: int = option(2, "Words seen less often have no vector of their own.", fixed=True)
     word_size: int = option(100, "Size of the words' vectors.")
     char_size: int = option(50, "Size of the letters' vectors and states.")
-    hidden_size: int = option(400, "Size of the words' states, in each direction.")
-    layers: int = option(3, "Layers of the BiLSTM.", least=1)
-    arc_size: int = option(400, "Size of what arcs are scored by.")
+    hidden_size: int = option(400, "Size of the words' states, in each direction.", cpu=200)
+    layers: int = option(3, "Layers of the BiLSTM.", least=1, cpu=2)
+    arc_size: int = option(400, "Size of what arcs are scored by.", cpu=200)
     label_size: int = option(100, "Size of what labels are scored by.")
     dropout: float = option(0.33, "Probability of dropout.")
     word_dropout: float = option(0.2, "Probability that a training word is taken for unknown.")
