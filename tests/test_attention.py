@@ -440,6 +440,45 @@ def tiny(transformers, kind: str):
     return create, config, inputs, keep
 
 
+BAD_NUMBERS = {
+    "entmax": ({"alpha": 0.5}, "alpha must be a finite number of at least 1, got 0.5"),
+    "normmax": ({"alpha": 1.0}, "alpha must be a number above 1, got 1.0"),
+    "budgetmax": ({"k": -1}, "k must be a number of at least 0, got -1.0"),
+    "fusedmax": ({"strength": -1.0}, "strength must be a finite number"),
+    "oscarmax": ({"strength": math.inf}, "strength must be a finite number"),
+}
+
+
+@pytest.mark.parametrize("map", BAD_NUMBERS)
+def test_numbers_of_a_map_are_validated_where_they_are_given(map: str) -> None:
+    """Not by the first call of the model, in the middle of training."""
+    from structmax.nn import hf
+
+    options, said = BAD_NUMBERS[map]
+    for owner, make in (
+        ("register", lambda: hf.register(map, **options)),
+        ("Attention", lambda: sx.nn.Attention(8, 2, map=map, **options)),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f'{owner}: map="{map}": {said}')):
+            make()
+
+
+def test_grouped_heads_are_named() -> None:
+    query, key = torch.zeros(2, 8, 5, 4), torch.zeros(2, 2, 7, 4)
+    said = r"heads, must broadcast.*\(2, 8, 5, 4\), \(2, 2, 7, 4\).*repeat_interleave\(4, -3\)"
+    with pytest.raises(ValueError, match=said):
+        sx.nn.attend(query, key, key)
+    wide = key.repeat_interleave(4, -3)
+    assert sx.nn.attend(query, wide, wide)[0].shape == (2, 8, 5, 4)
+    with pytest.raises(ValueError, match=r"must broadcast, got [^.]*\.$"):
+        sx.nn.attend(query, key, key[:, :1].expand(2, 3, 7, 4))
+    from structmax.nn.hf import _attend
+
+    odd = torch.zeros(2, 3, 7, 4)
+    with pytest.raises(ValueError, match=r"structmax_softmax: 8 heads .* 3 groups"):
+        _attend(torch.nn.Identity(), query, odd, odd, None, map="softmax", options={})
+
+
 @pytest.mark.parametrize("kind", ["llama", "mistral", "bert", "t5"])
 def test_softmax_in_transformers_is_theirs(transformers, kind: str) -> None:
     from structmax.nn import hf

@@ -65,9 +65,7 @@ def budgetmax(x: Tensor, k: float, dim: int = -1, mask: Tensor | None = None) ->
     >>> budgetmax(torch.tensor([-2.0, 0.0, 0.5]), k=1)
     tensor([0.0000, 0.2500, 0.7500])
     """
-    k = number("budgetmax", "k", k)
-    if not 0 <= k < math.inf:
-        raise ValueError(f"budgetmax: k must be a number of at least 0, got {k}.")
+    k = check_k("budgetmax", k)
     if isinstance(x, Tensor) and x.dim() > 0 and -x.dim() <= dim < x.dim() and k > x.shape[dim] > 0:
         raise ValueError(
             f"budgetmax: k = {k:g} is more than the {x.shape[dim]} entries along dim {dim} of "
@@ -80,6 +78,14 @@ def budgetmax(x: Tensor, k: float, dim: int = -1, mask: Tensor | None = None) ->
     x = x if mask is None else keep("budgetmax", x, mask)
     bounds = torch.zeros_like(x.detach()), torch.ones_like(x.detach())
     return solve_again(lambda x: _map(x, options=(k,), dim=dim), p, x, *bounds, k, dim)
+
+
+def check_k(owner: str, k: float) -> float:
+    """0 ≤ k < ∞."""
+    k = number(owner, "k", k)
+    if not 0 <= k < math.inf:
+        raise ValueError(f"{owner}: k must be a number of at least 0, got {k}.")
+    return k
 
 
 def _refuse_short_rows(x: Tensor, k: float, dim: int, mask: Tensor | None) -> None:

@@ -56,7 +56,12 @@ def normmax(x: Tensor, alpha: float, dim: int = -1, mask: Tensor | None = None) 
     >>> normmax(torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0]), alpha=2)
     tensor([0.0000, 0.0239, 0.1746, 0.3254, 0.4761])
     """
-    alpha = number("normmax", "alpha", alpha)
+    return _map(x, options=(check_alpha("normmax", alpha),), dim=dim, mask=mask)
+
+
+def check_alpha(owner: str, alpha: float) -> float:
+    """1 < α < ∞."""
+    alpha = number(owner, "alpha", alpha)
     if not 1 < alpha < math.inf:
-        raise ValueError(f"normmax: alpha must be a number above 1, got {alpha}.")
-    return _map(x, options=(alpha,), dim=dim, mask=mask)
+        raise ValueError(f"{owner}: alpha must be a number above 1, got {alpha}.")
+    return alpha

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from structmax.nn.dot_product import attend, check_mask, find_map
+from structmax.nn.dot_product import attend, check_map, check_mask
 
 
 class Attention(nn.Module):
@@ -72,7 +72,7 @@ class Attention(nn.Module):
         **map_options: float,
     ) -> None:
         super().__init__()
-        find_map("Attention", map, map_options, later=("upper",))
+        check_map("Attention", map, map_options, later=("upper",))
         if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(
                 f"Attention: num_heads must divide embed_dim, got {num_heads} heads and "

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from structmax.maps.argmax import argmax
-from structmax.maps.budgetmax import budgetmax
+from structmax.maps.budgetmax import budgetmax, check_k
 from structmax.maps.csoftmax import csoftmax
 from structmax.maps.csparsemax import csparsemax
-from structmax.maps.entmax import entmax
-from structmax.maps.fusedmax import fusedmax
+from structmax.maps.entmax import check_alpha, entmax
+from structmax.maps.fusedmax import check_strength, fusedmax
+from structmax.maps.normmax import check_alpha as check_norm_alpha
 from structmax.maps.normmax import normmax
 from structmax.maps.oscarmax import oscarmax
 from structmax.maps.softmax import softmax
@@ -33,6 +34,14 @@ MAPS: dict[str, tuple[Callable[..., Tensor], dict[str, bool]]] = {
     "csoftmax": (csoftmax, {"upper": True, "lower": False}),
     "csparsemax": (csparsemax, {"upper": True, "lower": False}),
     "argmax": (argmax, {}),
+}
+# What validates a number that does not depend on the scores.
+CHECKS: dict[tuple[str, str], Callable[[str, Any], object]] = {
+    ("entmax", "alpha"): check_alpha,
+    ("normmax", "alpha"): check_norm_alpha,
+    ("budgetmax", "k"): check_k,
+    ("fusedmax", "strength"): check_strength,
+    ("oscarmax", "strength"): check_strength,
 }
 
 
@@ -116,6 +125,14 @@ def find_map(
     return function
 
 
+def check_map(owner: str, name: str, options: Mapping[str, Any], later: Iterable[str] = ()) -> None:
+    """An error where a map or its numbers cannot be right whatever the scores; see ``find_map``."""
+    find_map(owner, name, options, later)
+    for option, value in options.items():
+        if (name, option) in CHECKS:
+            CHECKS[name, option](f'{owner}: map="{name}"', value)
+
+
 def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
     shapes = [tuple(t.shape) for t in (query, key, value)]
     fits = min(len(shape) for shape in shapes) >= 2
@@ -124,6 +141,26 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
             "attend: query, key and value must be (*B, n, d), (*B, m, d) and (*B, m, c), got "
             f"{shapes[0]}, {shapes[1]} and {shapes[2]}."
         )
+    try:
+        torch.broadcast_shapes(*(shape[:-2] for shape in shapes))
+    except RuntimeError:
+        raise ValueError(
+            "attend: the batch dimensions of query, key and value, such as heads, must broadcast, "
+            f"got {shapes[0]}, {shapes[1]} and {shapes[2]}.{_grouped(shapes)}"
+        ) from None
+
+
+def _grouped(shapes: list[tuple[int, ...]]) -> str:
+    """How to give keys that several heads share."""
+    if min(map(len, shapes)) < 3 or shapes[1][-3] != shapes[2][-3]:
+        return ""
+    (*_, heads, _, _), (*_, groups, _, _), _ = shapes
+    if groups < 2 or heads % groups or heads == groups:
+        return ""
+    return (
+        f" Where {heads // groups} heads share keys and values use "
+        f"key.repeat_interleave({heads // groups}, -3), and value likewise."
+    )
 
 
 def check_mask(owner: str, mask: Tensor) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from structmax.nn.dot_product import attend, find_map
+from structmax.nn.dot_product import attend, check_map
 
 # What models may pass that would change the result if it were ignored.
 UNSUPPORTED = {
@@ -39,7 +39,7 @@ def register(map: str, **options: float) -> str:
     gives the weights. Soft caps, sinks and continuous batching are refused.
     A position that sees no key, such as padding on the left, attends to nothing.
     """
-    find_map("register", map, options)
+    check_map("register", map, options)
     try:
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface
@@ -79,7 +79,13 @@ def _attend(
     for name, what in UNSUPPORTED.items():
         if kwargs.get(name) is not None:
             raise NotImplementedError(f'structmax_{map}: {what}. Use attn_implementation="eager".')
-    shared = query.shape[1] // key.shape[1]
+    heads, groups = query.shape[1], key.shape[1]
+    if heads % groups:
+        raise ValueError(
+            f"structmax_{map}: {heads} heads of queries cannot share {groups} groups of keys "
+            "equally. The number of groups must divide that of heads."
+        )
+    shared = heads // groups
     key, value = (t.repeat_interleave(shared, 1) if shared > 1 else t for t in (key, value))
     mask, bias = attention_mask, position_bias
     if mask is not None and mask.dtype != torch.bool:  # transformers write −inf as the least number

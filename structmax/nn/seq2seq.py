@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from structmax.nn.dot_product import attend, find_map
+from structmax.nn.dot_product import attend, check_map
 from structmax.nn.leaf_lstm import LeafLSTM
 
 BLIND = ("uniform", "random")  # attention that does not look
@@ -70,7 +70,7 @@ class Seq2Seq(nn.Module):
     ) -> None:
         super().__init__()
         if map not in BLIND:
-            find_map("Seq2Seq", map, map_options, later=("upper",))
+            check_map("Seq2Seq", map, map_options, later=("upper",))
         elif map_options:
             raise ValueError(
                 f'Seq2Seq: map="{map}" takes no options, got {", ".join(map_options)}.'
