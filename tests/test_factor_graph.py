@@ -122,10 +122,11 @@ def random_factor(graph: sx.FactorGraph, ids: torch.Tensor, rng: random.Random):
             tag = z.view(-1, n // 2, 2).argmax(-1)
             return step[tag[:, :-1], tag[:, 1:]].sum(-1)
     elif kind == "pairwise" and n > 1:
-        both = rng.choice([rng.gauss(0, 2), rng.gauss(0, 100), -math.inf])
-        graph.pairwise(parts[0], parts[1], torch.tensor(both, dtype=f64))
+        size = rng.choice([rng.gauss(0, 2), rng.gauss(0, 100), -math.inf])
+        both = torch.tensor(size, dtype=f64)
+        graph.pairwise(parts[0], parts[1], both)
         fits = lambda z: count(z) >= 0  # noqa: E731
-        score = lambda z: torch.where(z[:, 0] * z[:, 1] > 0, both, 0.0).to(f64)  # noqa: E731
+        score = lambda z: torch.where(z[:, 0] * z[:, 1] > 0, both, 0.0)  # noqa: E731
     elif kind == "choice":
         graph.factor(sx.Choice(own), parts)
         fits, score = lambda z: count(z) == 1, lambda z: torch.where(z > 0, own, 0.0).sum(-1)
