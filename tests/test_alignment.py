@@ -496,6 +496,40 @@ def test_ctc_alone_and_beside_nan() -> None:
     assert torch.equal(alone.log_partition(), a[1]) and torch.equal(alone.marginals(), mu[1])
 
 
+def test_concatenated_targets_of_ctc_are_split() -> None:
+    """As torch has them, with empty ones; lengths may be of any batch shape."""
+    log_probs = randn(4, 9, 5).log_softmax(-1).requires_grad_()
+    frames, counts = torch.tensor([9, 7, 8, 3]), torch.tensor([3, 0, 4, 1])
+    targets = torch.tensor([1, 2, 2, 4, 3, 1, 1, 2])
+    loss = torch.nn.functional.ctc_loss(
+        log_probs.transpose(0, 1), targets, frames, counts, reduction="none"
+    )
+    ctc = sx.CTC(log_probs, targets, frames, counts)
+    torch.testing.assert_close(-ctc.log_partition(), loss)
+    (ours,) = torch.autograd.grad(-ctc.log_partition().sum(), log_probs)
+    torch.testing.assert_close(ctc.marginals(), -ours)
+    best = ctc[2].argmax().argmax(-1)[:8].unique_consecutive()
+    assert best[best > 0].tolist() == [4, 3, 1, 1][: int((best > 0).sum())]
+    square = sx.CTC(
+        log_probs.view(2, 2, 9, 5), targets, frames.view(2, 2), counts.view(2, 2)
+    ).log_partition()
+    torch.testing.assert_close(square.flatten(), -loss)
+    compiled = torch.compile(
+        lambda x, y, n: sx.CTC(x, y, frames, n).log_partition(), fullgraph=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(compiled(log_probs.detach(), targets, counts), -loss.detach())
+    for wrong in (torch.tensor([3, 0, 4, 2]), torch.tensor([4, -1, 4, 1])):
+        with pytest.raises(ValueError, match=r"CTC: targets \(8\) .* must sum to 8 .* got"):
+            sx.CTC(log_probs, targets, frames, wrong)
+        unchecked = sx.CTC(log_probs, targets, frames, wrong, validate_args=False)
+        assert unchecked.log_partition()[wrong != 0].isnan().all()
+        assert compiled(log_probs.detach(), targets, wrong)[wrong != 0].isnan().all()
+    shared = sx.CTC(log_probs, targets[:3])  # without lengths it is the target of every item
+    torch.testing.assert_close(
+        shared.log_partition()[1], sx.CTC(log_probs[1], targets[:3]).log_partition()
+    )
+
+
 @pytest.mark.parametrize("blank", [0, 4])
 def test_ctc_loss(blank: int) -> None:
     """Value, and gradient in the logits, with repeats, empty targets and ragged lengths."""

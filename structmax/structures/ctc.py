@@ -45,6 +45,32 @@ def ctc(n: int, s: int) -> Forest:
     return draw.build(impossible + 1)
 
 
+def _split(targets: Tensor, lengths: Tensor, validates: bool) -> Tensor:
+    """Concatenated targets ``(ΣS)`` as ``(*B, S)``, as ``torch.nn.functional.ctc_loss`` has them.
+
+    Where lengths that do not fit are no error, all targets become −1, which is no symbol.
+    """
+    total, most = len(targets), len(targets)
+    wrong = (lengths < 0).any() | (lengths.sum() != total)
+    if checks.can_look():
+        if validates and bool(wrong):
+            raise ValueError(
+                f"CTC: targets ({total}) are those of all items, one after the other, so "
+                f"target_lengths must sum to {total} and not be negative, got {lengths.tolist()}. "
+                "If all items have this target, or a beginning of it, give "
+                "targets.expand(batch, -1)."
+            )
+        most = min(int(lengths.max()), most) if lengths.numel() else 0
+    ends = lengths.flatten().cumsum(0).reshape(lengths.shape)
+    position = torch.arange(most, device=targets.device)
+    at = (ends - lengths)[..., None] + position
+    if not total:
+        return targets.new_zeros(at.shape)
+    found = targets.long()[at.clamp(0, total - 1)]
+    inside = position < lengths[..., None]
+    return torch.where(wrong, -1, torch.where(inside, found, 0))
+
+
 class CTC(DynamicStructure):
     """A symbol for each frame such that, repeats merged and blanks dropped, a target remains.
 
@@ -66,7 +92,9 @@ class CTC(DynamicStructure):
 
     Args:
         log_probs: ``(*B, T, V)``
-        targets: ``(*B, S)``, integers below V, none of them blank; the padding may hold anything
+        targets: ``(*B, S)``, integers below V, none of them blank; the padding may hold anything.
+            For scores of a batch also ``(ΣS)``, all targets one after the other, if there are
+            ``target_lengths (*B)``; without these ``(S)`` is the target of every item
         input_lengths: ``(*B)``, frames of each item
         target_lengths: ``(*B)``, symbols of each target, 0 or more
         blank: the symbol that is dropped
@@ -107,6 +135,9 @@ class CTC(DynamicStructure):
             for given in (input_lengths, target_lengths)
         )
         checks.same_device("CTC", **{name: t for name, (t, _) in self._tensors().items()})
+        counts = self.target_lengths
+        if targets.dim() == 1 and log_probs.dim() > 2 and counts is not None and counts.dim():
+            self.targets = _split(targets, counts, validate_args is None or bool(validate_args))
         batch = checks.batch_shape("CTC", **self._tensors())
         self._is_good = False
         super().__init__(batch, (frames, symbols), smoothing, validate_args)
