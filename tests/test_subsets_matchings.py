@@ -225,6 +225,23 @@ def test_small_subsets() -> None:
     assert short.topk(2).exists.tolist() == [[True, True], [False, False], [True, False]]
 
 
+def test_why_a_subset_is_impossible() -> None:
+    """Too few elements, too few that are allowed, or a condition that includes too many."""
+    x = torch.zeros(2, 4)
+    x[1, 1:] = -math.inf
+    include = torch.tensor([[True, True, True, False], [True, False, False, False]])
+    beyond = torch.tensor([False, False, False, True])
+    free, short = torch.zeros(2, 4), torch.tensor([4, 2])
+    for structure, *said in (
+        (sx.KSubset(free, 3, short), "item 1", "2 elements", "exactly 3", "k=(0, 3)"),
+        (sx.KSubset(x, (2, 3)), "item 1", "1 of its 4 elements are not", "between 2 and 3"),
+        (sx.KSubset(free, (0, 2)).condition(include), "item 0", "includes 3", "between 0 and 2"),
+        (sx.KSubset(free, 2, short).condition(beyond), "item 1", "not one of its 2"),
+    ):
+        for query in (structure.argmax, structure.marginals, structure.sample):
+            fails(query, "allows no structure", *said)
+
+
 def test_large_subset() -> None:
     scores = randn(1500)
     s = sx.KSubset(scores, 40)

@@ -264,12 +264,22 @@ class KSubset(OneSided, DynamicStructure):
         return self._refuse_infeasible("argmax", value, z.to(self.dtype))
 
     def _why_none(self, item: tuple[int, ...]) -> str:
-        if (size := int(self._lengths()[item])) >= self._least:
+        inside, wanted = self._inside()[item], f"a subset has {self._size_in_words()}"
+        size, least, most = int(inside.sum()), self._least, self._most
+        fewer = f"Lower k, allow fewer with k=(0, {most}), or drop the item."
+        if size < least:
+            return f"it has {size} elements, and {wanted}. {fewer}"
+        allowed = inside & (self._parts()[0].detach()[item] > -math.inf)
+        if (count := int(allowed.sum())) < least and self._forced is None:
+            return f"{count} of its {size} elements are not forbidden (-inf), and {wanted}. {fewer}"
+        if self._forced is None:
             return ""
-        return (
-            f"it has {size} elements, and a subset has {self._size_in_words()}. Lower k, or drop "
-            "the item."
-        )
+        forced = self._forced.expand(self.batch_shape + self.event_shape)[item]
+        if bool((forced & ~inside).any()):
+            return f"a condition includes an element that is not one of its {size}. Include others."
+        if (count := int(forced.sum())) > most:
+            return f"a condition includes {count} elements, and {wanted}. Include fewer."
+        return ""
 
     def _argmax_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         value, z, _, _ = self._best(parts)
