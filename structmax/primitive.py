@@ -14,6 +14,7 @@ Hessian-vector product by itself. Everything works under double backward, ``torc
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -31,15 +32,15 @@ Tensors = Sequence[Tensor]
 Omega = Sequence[float]
 
 _library = torch.library.Library("structmax", "FRAGMENT")
-_forced: list[str] = []
+_forced: list[tuple[int, str, object]] = []  # thread, backend, and what tells equal ones apart
 
 
 @contextmanager
 def backend(name: str) -> Iterator[None]:
     """Forces one backend (``"naive"``, ``"cpu"`` or ``"gpu"``) for the calls inside.
 
-    By default a CPU tensor is answered by ``cpu`` and a CUDA tensor by ``gpu``. The setting is
-    global, not per thread, because backward passes may run on other threads.
+    By default a CPU tensor is answered by ``cpu`` and a CUDA tensor by ``gpu``. Only calls of the
+    same thread are forced, and backward passes that autograd runs on threads of its own.
 
     >>> import structmax as sx
     >>> with sx.backend("naive"):
@@ -47,20 +48,34 @@ def backend(name: str) -> Iterator[None]:
     """
     if name not in ("naive", "cpu", "gpu"):
         raise ValueError(f'backend must be "naive", "cpu" or "gpu", got {name!r}.')
-    _forced.append(name)
+    entry = threading.get_ident(), name, object()
+    _forced.append(entry)
     try:
         yield
     finally:
-        _forced.pop()
+        _forced.remove(entry)  # which need not be the last, since other threads add theirs
 
 
 def backend_for(tensor: Tensor) -> str:
     """Which backend answers for this tensor."""
-    if _forced:
-        return _forced[-1]
+    if _forced and (name := _forced_here()) is not None:
+        return name
     if tensor.device.type == "cpu":
         return "cpu"
     return "gpu" if tensor.device.type == "cuda" else "naive"
+
+
+def _forced_here() -> str | None:
+    """The backend that this thread has forced last; on a thread of autograd the last of any."""
+    if torch.compiler.is_compiling():
+        return _forced[-1][1]
+    here, entries = threading.get_ident(), _forced.copy()
+    for thread, name, _ in reversed(entries):
+        if thread == here:
+            return name
+    # Python did not start the threads of autograd, and knows of them by a dummy only
+    foreign = isinstance(threading.current_thread(), threading._DummyThread)
+    return entries[-1][1] if foreign and entries else None
 
 
 def is_plain(tensors: Tensors) -> bool:

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 import structmax as sx
 from structmax.cache import Cache
 from structmax.forest import topology
+from structmax.primitive import backend_for
 from structmax.structures.choice import choice  # noqa: F401 (registers the family)
 from structmax.threads import _openmp, run_chunks
 
@@ -501,3 +502,30 @@ def test_deterministic_algorithms(row: str, threads) -> None:
             made += torch.autograd.grad(loss, leaves, materialize_grads=True)
         found.append([x.detach() for x in made])
     assert same(found[0], found[1]) and same(found[0], found[2])
+
+
+def test_a_forced_backend_is_that_of_its_thread() -> None:
+    """Contexts of two threads that overlap, neither inside the other; and one that forces none."""
+    x, seen = torch.zeros(1), []
+    entered, left = threading.Event(), threading.Event()
+
+    def other() -> None:
+        seen.append(backend_for(x))
+        with sx.backend("cpu"):
+            entered.set()
+            left.wait(60)
+            seen.append(backend_for(x))
+            with sx.backend("gpu"), sx.backend("cpu"):
+                pass
+            seen.append(backend_for(x))
+
+    with sx.backend("naive"):
+        thread = threading.Thread(target=other)
+        thread.start()
+        entered.wait(60)
+        with sx.backend("gpu"):
+            assert backend_for(x) == "gpu"
+        assert backend_for(x) == "naive"
+    left.set()
+    thread.join()
+    assert seen == ["cpu"] * 3 and backend_for(x) == "cpu"
