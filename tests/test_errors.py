@@ -436,7 +436,9 @@ RAGGED = {
     "chain": lambda sizes: chain(lengths=sizes),
     "alignment": lambda sizes: sx.Alignment(randn(2, 4, 4), (sizes, sizes)),
     "assignment": lambda sizes: sx.Assignment(randn(2, 4, 4), (sizes, sizes)),
-    "ctc": lambda sizes: sx.CTC(randn(2, 6, 3), torch.tensor([1, 2, 1, 2]), target_lengths=sizes),
+    "ctc": lambda sizes: sx.CTC(
+        randn(2, 6, 3), torch.tensor([[1, 2, 1, 2]] * 2), target_lengths=sizes
+    ),
     "segments": lambda sizes: sx.SemiMarkov(randn(2, 4, 2, 2), lengths=sizes),
     "grammar": lambda sizes: sx.PCFG(randn(2), randn(2, 4, 4), randn(2, 4, 2), sizes),
     "path": lambda sizes: sx.Path(

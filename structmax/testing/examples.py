@@ -158,7 +158,9 @@ def alignment(
 
 def ctc(smoothing: sx.Smoothing) -> sx.CTC:
     lengths = torch.tensor([4, 4]), torch.tensor([2, 2])
-    return sx.CTC(randn(2, 5, 4), torch.tensor([3, 3, -1]), *lengths, blank=1, smoothing=smoothing)
+    return sx.CTC(
+        randn(2, 5, 4), torch.tensor([[3, 3, -1]] * 2), *lengths, blank=1, smoothing=smoothing
+    )
 
 
 def subset(k: int | tuple[int, int], length: int | None = None) -> Callable[..., sx.KSubset]:
