@@ -471,6 +471,38 @@ def test_a_condition_in_half_precision_keeps_the_scores(model: str, dtype: torch
     close(losses.partial_crf(half, allowed).double(), losses.partial_crf(exact, allowed), 1e-6)
 
 
+@parametrize(["crf"])
+def test_partial_crf_refuses_other_scores(loss: str, row: str) -> None:
+    """They gave a loss of 0, or one that means nothing; NaN where scores cannot be read."""
+    s = make(row)
+    part = s.argmax() > 0
+    if not bool(part.any()):
+        pytest.skip("a single node has no parts")
+    same = s.condition(exclude=~part)
+    close(losses.partial_crf(s, same), losses.partial_crf(s, part))
+    other = s.perturb(torch.ones(())).condition(exclude=~part)
+    with pytest.raises(ValueError, match=r"must have the scores of the structure, .*condition"):
+        losses.partial_crf(s, other)
+    s._validate_args = False
+    assert losses.partial_crf(s, other, reduction="none").isnan().all()
+
+
+def test_partial_crf_refuses_other_additional_scores_and_kinds() -> None:
+    x, step = torch.zeros(2, 4, 3), torch.zeros(3, 3)
+    chain = sx.LinearChain(x, step)
+    with pytest.raises(ValueError, match=r"additional parts\[0, 0, 0, 0\] score 1 and 0"):
+        losses.partial_crf(chain, sx.LinearChain(x, step + 1))
+    forbids = step.clone().fill_diagonal_(-inf)  # a set of allowed structures as good as any
+    found = losses.partial_crf(chain, sx.LinearChain(x, forbids), reduction="none")
+    close(found, torch.full((2,), 4 * math.log(3) - math.log(3 * 8)), 1e-5)
+    for structure in (chain, sx.HMM(x[0, 0], step, step, torch.tensor([0, 1]))):
+        half = structure.to(torch.bfloat16)
+        mask = half.argmax() > 0
+        close(
+            losses.partial_crf(half, half.condition(include=mask)), losses.partial_crf(half, mask)
+        )
+
+
 # -- ragged batches, forbidden parts, extremes ---------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from structmax import checks
 from structmax.losses.crf import check_shannon
 from structmax.losses.fenchel_young import check_reduction, finish
 from structmax.structures.base import Structure
@@ -26,7 +27,7 @@ def partial_crf(structure: Structure, allowed: Any, *, reduction: str = "mean") 
 
     Args:
         allowed: a mask of the parts that may be used, bool, which broadcasts to ``(*batch,
-            *parts)``; or Y itself: the structure under a ``condition``
+            *parts)``; or Y itself: the structure under a ``condition``, at the same scores
         reduction: ``"mean"`` or ``"sum"`` over the batch, or ``"none"``: ``(*batch)``
 
     A tagger learns from two words of three, and that the third is no verb:
@@ -50,9 +51,10 @@ def partial_crf(structure: Structure, allowed: Any, *, reduction: str = "mean") 
     >>> sx.losses.partial_crf(tree, tree.condition(include=arc))
     tensor(1.0986)
     """
+    is_mask = not isinstance(allowed, Structure)
     check_reduction("partial_crf", reduction)
     check_shannon("partial_crf", structure)
-    if isinstance(allowed, Structure):
+    if not is_mask:
         structure._same_kind(allowed)
         if allowed.batch_shape != structure.batch_shape:
             raise ValueError(
@@ -69,4 +71,30 @@ def partial_crf(structure: Structure, allowed: Any, *, reduction: str = "mean") 
             )
         allowed = structure.condition(exclude=~allowed)
     inside = allowed.log_partition()
-    return finish(structure.log_partition() - inside, inside == -math.inf, reduction)
+    loss = structure.log_partition() - inside
+    if not is_mask:
+        loss = torch.where(_other_scores(structure, allowed), math.nan, loss)
+    return finish(loss, (inside == -math.inf) & ~loss.isnan(), reduction)
+
+
+@torch.no_grad()
+def _other_scores(structure: Any, allowed: Any) -> Tensor:
+    """Items ``(*batch)`` where a part that is allowed has another score than in the structure;
+    an error, where values may be read."""
+    structure, allowed = structure._aligned(allowed)
+    batch = len(structure.batch_shape)
+    found = torch.zeros(structure.batch_shape, dtype=torch.bool, device=structure._first.device)
+    pairs = zip(structure._allowed_parts(), allowed._allowed_parts(), strict=True)
+    for i, (given, own) in enumerate(pairs):
+        wrong = (own != given) & (own != -math.inf) & ~(own.isnan() & given.isnan())
+        wrong = wrong & structure._usable_parts() if i == 0 else wrong
+        if checks.can_look() and structure._validate_args and bool(wrong.any()):
+            where = tuple(wrong.nonzero()[0].tolist())
+            raise ValueError(
+                "partial_crf: the allowed structures must have the scores of the structure, or "
+                f"-inf for what is not allowed; {'parts' if i == 0 else 'additional parts'}"
+                f"{list(where)} score {own[where].item():g} and {given[where].item():g}. Use "
+                "structure.condition(...), or a mask."
+            )
+        found = found | wrong.flatten(batch).any(-1)
+    return found
