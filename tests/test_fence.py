@@ -193,3 +193,20 @@ for write in (lambda t: t.data.add_(10**6), lambda t: t.numpy().fill(-7)):
         [sys.executable, "-c", prelude + code], capture_output=True, text=True, timeout=300
     )
     assert found.returncode == 0, (found.stdout[-500:], found.stderr[-2000:])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "naive"])
+@pytest.mark.parametrize("omega", [sx.Shannon(), sx.Gini(), sx.Hard()], ids=str)
+def test_an_infinite_score_makes_draws_and_gradient_nan(omega: sx.Smoothing, backend: str) -> None:
+    held = diamond()
+    parts, goal = randn(2, held.num_parts), torch.full((2,), held.num_nodes - 1)
+    parts[1, 8] = torch.inf  # of the goal itself
+    key, width = held.key, held.num_parts
+    with sx.backend(backend):
+        answers = [forest.best(parts, goal, key, width)[1]]
+        if backend == "cpu":  # the naive gradient is that of a finite score
+            answers.append(forest.forest.value_and_gradient((parts,), (goal,), key, omega.code)[1])
+        draws = forest.sample(parts, goal, NUMBERS[:, :2], key, omega.code, width)
+    for found in answers:
+        nan_where_wrong(found, everywhere=False)  # part 11 belongs to nothing
+    nan_where_wrong(draws, lead=1)

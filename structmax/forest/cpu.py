@@ -227,8 +227,8 @@ def down(
     peak, share = np.empty(L), np.empty(L)
     for lane in range(L):
         G[goal[lane], lane] = 1.0 if V[goal[lane], lane] > -INF else 0.0
-        if V[goal[lane], lane] != V[goal[lane], lane]:
-            G[goal[lane], lane] = V[goal[lane], lane]
+        if not V[goal[lane], lane] < INF:
+            G[goal[lane], lane] = np.nan
     for v in range(last, -1, -1):
         visited = False
         for lane in range(L):
@@ -310,8 +310,8 @@ def tangent(
     inverse = 0.0 if kind == HARD else 1.0 / gamma
     for lane in range(L):
         G[goal[lane], lane] = 1.0 if V[goal[lane], lane] > -INF else 0.0
-        if V[goal[lane], lane] != V[goal[lane], lane]:
-            G[goal[lane], lane] = V[goal[lane], lane]
+        if not V[goal[lane], lane] < INF:
+            G[goal[lane], lane] = np.nan
     for v in range(last, -1, -1):
         visited = False
         for lane in range(L):
@@ -398,7 +398,7 @@ def walks(
     """``walk`` for every lane and every draw; NaN counts where there is no derivation."""
     for lane in range(S.shape[1]):
         for s in range(z.shape[0]):
-            if V[goal[lane], lane] > -INF:
+            if -INF < V[goal[lane], lane] < INF:
                 walk(
                     kind, gamma, alpha, S, V, T, x, lane, goal[lane], uniform[s, lane],
                     ptr, tail1, tail2, edge_part, node_part, runs, stack, z[s, lane],

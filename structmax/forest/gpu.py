@@ -394,7 +394,8 @@ def down(
             items = b < B
             value = tl.load(row(V, v, b, B), mask=items)
             is_goal = tl.load(goal + b, mask=items, other=-1) == v
-            seed = tl.where(value != value, value, tl.where(value == -float("inf"), 0.0, 1.0))
+            seed = tl.where(value > -float("inf"), 1.0, 0.0)
+            seed = tl.where(value < float("inf"), seed, float("nan"))
             total = tl.zeros((BE, BB), S.dtype.element_ty)
             dtotal = tl.zeros((BE, BB), tl.float64)
             r0, r1 = 0, 1
@@ -810,7 +811,7 @@ class Block:
             BE=min(triton.next_power_of_2(self.forest.max_degree), TILE), KIND=self.kind,
             RULED=self.ruled, num_warps=1,
         )  # fmt: skip
-        feasible = self.values()[:, None] > -math.inf
+        feasible = self.values()[:, None].abs() < math.inf
         return torch.where(feasible, z, math.nan).to(self.out)
 
     def max_marginals(self, width: int) -> Tensor:

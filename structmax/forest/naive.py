@@ -135,7 +135,7 @@ def argmax(forest: Forest, scores: Tensor, goal: Tensor, width: int) -> tuple[Te
     """The value under hard max and the part counts of one best derivation, ``(B, width)``."""
     best = value(forest, scores, goal, Hard())
     z = part_counts(forest, backpointers(forest, scores, Hard()), goal)[:, :width]
-    return best, torch.where(best[:, None] > -math.inf, z, math.nan).to(scores.dtype)
+    return best, torch.where(best[:, None].abs() < math.inf, z, math.nan).to(scores.dtype)
 
 
 def sample(
@@ -144,7 +144,7 @@ def sample(
     """Part counts ``(S, B, width)`` of exact draws: one uniform number ``(S, B, ·)`` per visit."""
     q = backpointers(forest, scores, omega).cpu().numpy()
     z = np.zeros((*uniform.shape[:2], forest.num_parts + 1))
-    feasible = value(forest, scores, goal, omega) > -math.inf
+    feasible = value(forest, scores, goal, omega).abs() < math.inf
     for s, b in np.ndindex(*uniform.shape[:2]):
         if not feasible[b]:
             z[s, b] = math.nan
