@@ -525,10 +525,28 @@ def test_forest_builder() -> None:
     fails(lambda: draw.edges(1.5, 0), "ForestBuilder", "integer")
     fails(lambda: draw.nodes(3, [0, 1]), "ForestBuilder.nodes", "3", "2")
     fails(lambda: draw.nodes(-1), "ForestBuilder.nodes", "-1")
+    fails(lambda: draw.build(2**32), "ForestBuilder.build", "num_parts", "2**31")
     draw.edge(b, a)
     fails(lambda: draw.build(1), "ForestBuilder.build", "part 1", "num_parts is 1")
     forest = draw.build()  # the refused calls left no trace
     assert (forest.num_nodes, forest.num_edges, forest.num_parts) == (2, 2, 2)
+
+
+@pytest.mark.parametrize("much", [2**31 - 1, 2**32, 2**32 + 1, 2**63, 2**70, -(2**32)])
+def test_numbers_of_a_forest_that_int32_does_not_hold(much: int) -> None:
+    """They were wrapped: 2^32 was taken for 0."""
+    draw = sx.ForestBuilder()
+    a, b = draw.nodes(2)
+    for call in (
+        lambda: draw.edge(much, a),
+        lambda: draw.edge(b, much),
+        lambda: draw.edge(b, a, much),
+        lambda: draw.edge(b, a, part=much),
+        lambda: draw.node(part=much),
+        lambda: draw.runs([b], 1, lambda d: (much + d,)),
+        lambda: draw.runs([b], much, lambda d: (d,)),
+    ):
+        fails(call, "ForestBuilder", "2**31", str(much))
 
 
 def test_a_forest_that_nobody_keeps() -> None:

@@ -477,6 +477,7 @@ class ForestBuilder:
                 f"ForestBuilder.runs: the tails and the part of node {head[r]} must be polynomials "
                 "in d of degree 2 at most. Cut the run where they are not."
             )
+        _check_range(f"{what}: second differences", bend.min(initial=0), bend.max(initial=0))
         rows = np.concatenate([count[None], np.stack([zeroth, step, bend], 1).reshape(9, -1)])
         rows = np.ascontiguousarray(rows.T[count > 0], dtype=np.int32)
         self._edges.append((head[count > 0], rows))
@@ -540,6 +541,7 @@ def _number_of_parts(num_parts: int | None, node_part: Ints, largest_of_edges: i
     largest = int(max(node_part.max(initial=-1), largest_of_edges))
     if num_parts is None:
         return largest + 1
+    _check_range("ForestBuilder.build: num_parts", 0, num_parts)
     if largest >= num_parts:
         raise ValueError(
             f"ForestBuilder.build: part {largest} is used, but num_parts is {num_parts}."
@@ -557,12 +559,28 @@ def _check_size(what: str, count: int, each: int) -> None:
     checks.room("Forest", f"{count:,} {what}", count * each)
 
 
+def _check_range(what: str, least: Any, largest: Any) -> None:
+    """Numbers of nodes and of parts are int32, and one more than the last stands for none."""
+    limit = np.iinfo(np.int32).max - 1
+    for number in (least, largest):
+        if not -limit <= number <= limit:
+            raise ValueError(
+                f"{what} must lie between −(2**31 − 2) and 2**31 − 2, which int32 holds, got "
+                f"{number}. Number nodes and parts from 0, without gaps."
+            )
+
+
 def _integers(what: str, *given: ArrayLike) -> list[Ints]:
     """Integers of any shape, broadcast together, as flat int32 arrays."""
     arrays = [np.asarray(a) for a in given]
     for array in arrays:
-        if array.size and not np.issubdtype(array.dtype, np.integer):
+        if not array.size:
+            continue
+        whole = np.issubdtype(array.dtype, np.integer)
+        # Python's integers beyond 64 bits are objects
+        if not whole and not all(isinstance(x, int) for x in array.flat):
             raise ValueError(f"{what} must be integers, got {array.dtype}.")
+        _check_range(what, array.min(), array.max())
     return [np.ravel(a).astype(np.int32) for a in np.broadcast_arrays(*arrays)]
 
 
