@@ -724,6 +724,17 @@ def test_errors() -> None:
     fails(lambda: sx.sparsemap_oracle(abs, torch.full((2, 3), nan)), "scores", "nan")
 
 
+@pytest.mark.parametrize("wrong", [nan, inf])
+def test_an_oracle_that_returns_no_number(wrong: float) -> None:
+    """It is named, not the scores: nothing is forbidden here."""
+
+    def lost(x: Tensor) -> Tensor:
+        return (x == x.amax(-1, True)) * torch.where(x > 1, wrong, 1.0)
+
+    x = torch.tensor([[0.0, 1.0], [1.0, 2.0]])
+    fails(lambda: sx.sparsemap_oracle(lost, x), "argmax_fn returned", "item 1", str(wrong))
+
+
 @pytest.mark.usefixtures("_solver")
 def test_an_item_without_a_structure() -> None:
     x = torch.zeros(3, 4)

@@ -399,6 +399,14 @@ class _UserOracle:
                 f"{shape}, got {got}."
             )
         z = z.detach().reshape(scores.shape).to(scores, copy=True)  # it may return one buffer
+        wrong = ~z.isfinite().all(-1)
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            raise ValueError(
+                f"sparsemap_oracle: argmax_fn returned {z[row].tolist()} for item "
+                f"{int(self.items[row])} of the flattened batch. It must return a structure, as "
+                "0/1 or as counts, also where scores are -inf."
+            )
         return torch.where(z != 0, scores * z, 0.0).sum(-1), z
 
     def keep(self, index: Tensor) -> _UserOracle:
