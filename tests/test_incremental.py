@@ -635,6 +635,26 @@ def test_words() -> None:
     assert bool(s.policy.table.weight.grad.isfinite().all())
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_policy_may_write_into_its_inputs(ragged: bool) -> None:
+    class Careless(StackPolicy):
+        def start(self, inputs: Tensor, lengths: Tensor) -> Any:
+            state = super().start(inputs.mul_(2.0), lengths)
+            lengths.fill_(1)
+            return state
+
+    torch.manual_seed(0)
+    careful, careless, x = StackPolicy(), Careless(), torch.randn(2, 3, 3, dtype=torch.float64)
+    careless.load_state_dict(careful.state_dict())
+    given, lengths = x.clone(), torch.tensor([3, 2]) if ragged else None
+    s = sx.ShiftReduce(careless, given, lengths)
+    wanted = sx.ShiftReduce(careful, 2 * x, None if lengths is None else lengths.clone())
+    for _ in range(2):
+        assert torch.equal(s.greedy().z, wanted.greedy().z)
+        torch.testing.assert_close(s.topk(2).scores, wanted.topk(2).scores)
+    assert torch.equal(given, x) and (lengths is None or lengths.tolist() == [3, 2])
+
+
 def test_errors() -> None:
     x, policy = torch.zeros(2, 3, 3, dtype=torch.float64), StackPolicy()
     fails(lambda: sx.ShiftReduce(nn.Linear(1, 1), x), "ShiftReduce", "start", "Linear", "advance")

@@ -35,13 +35,15 @@ class Policy(Protocol):
     """
 
     def start(self, inputs: Tensor, lengths: Tensor) -> Any:
-        """The first state, of inputs ``(B, n, …)``, zero in the padding, and lengths ``(B)``."""
+        """The first state, of inputs ``(B, n, …)``, zero in the padding, and lengths ``(B)``. Both
+        are copies, so a policy may write into them."""
 
     def scores(self, state: Any) -> Tensor:
         """Unnormalised log-probabilities of the actions ``(B, choices)``."""
 
     def advance(self, state: Any, action: Tensor) -> Any:
-        """The next state; ``action`` is one-hot ``(B, choices)``, perhaps with a gradient."""
+        """The next state; ``action`` is one-hot ``(B, choices)``, perhaps with a gradient. Tensors
+        of the given state are still needed, so it must not write into them."""
 
 
 class Rollout(NamedTuple):
@@ -162,15 +164,16 @@ def _best(reached: Tensor, k: int, keys: Tensor | None) -> tuple[Tensor, Tensor]
 
 def known(s: Incremental, actions: Tensor, items: Tensor) -> Built:
     """What a policy that can replay makes of known actions ``(N, T)`` of ``items`` ``(N)``."""
-    log_prob, state = s.policy.replay(_inputs(s), s._lengths(), items, actions)  # type: ignore[attr-defined]
+    given = _inputs(s), s._lengths().clone(), items, actions
+    log_prob, state = s.policy.replay(*given)  # type: ignore[attr-defined]
     return Built(actions, log_prob.to(s._accurate), state)
 
 
 def _inputs(s: Incremental) -> Tensor:
-    """Zero in the padding."""
+    """A copy, zero in the padding."""
     inputs = s.inputs
     if s._shortest == inputs.shape[1]:
-        return inputs
+        return inputs.clone()
     used = torch.arange(inputs.shape[1], device=inputs.device) < s._lengths()[:, None]
     used = used[(..., *[None] * (inputs.dim() - 2))]
     return torch.where(used, inputs, inputs.new_zeros(()))
@@ -179,7 +182,7 @@ def _inputs(s: Incremental) -> Tensor:
 def _start(s: Incremental, rows: Tensor | None) -> Any:
     """Counts and state before the first action, of all items or of those given."""
     inputs, lengths = _inputs(s), s._lengths()
-    state = s.policy.start(inputs, lengths)
+    state = s.policy.start(inputs, lengths.clone())
     for leaf in pytree.tree_leaves(state):
         if isinstance(leaf, Tensor) and leaf.shape[:1] != inputs.shape[:1]:
             raise ValueError(
