@@ -381,6 +381,17 @@ def test_ragged_items_with_nan_in_the_padding() -> None:
 
 
 @pytest.mark.usefixtures("_solver")
+@pytest.mark.parametrize("mask", [-1e30, torch.finfo(torch.float32).min])
+def test_the_gap_knows_what_rounding_takes(mask: float) -> None:
+    """All options of a position are masked, so that no digit is left for the others."""
+    x = torch.zeros(2, 3, 3)
+    x[1, 0] = mask
+    result = sx.LinearChain(x, torch.zeros(3, 3)).sparsemap()
+    assert result.gap[0] < 1e-10 < 1.0 < result.gap[1]
+    assert sx.LinearChain(x.clamp(min=-1e6), torch.zeros(3, 3)).sparsemap().gap.max() < 1e-6
+
+
+@pytest.mark.usefixtures("_solver")
 def test_unused_scores_may_be_nan() -> None:
     torch.manual_seed(0)
     x = randn(2, 6, 6)

@@ -35,6 +35,7 @@ from structmax.sparse.support import Oracle
 from structmax.structures.base import Structure
 from structmax.structures.parts import PartStructure
 
+ROUNDING = 1e-6  # what rounding may do to a value is a gap if it is more
 METHODS = ("active-set", "away", "pairwise", "frank-wolfe")
 
 
@@ -591,12 +592,15 @@ def _result(
         m.reshape(*batch, *event) for m, event in zip(answer.means, events, strict=True)
     )
     slots = solution.probs.shape[-1]
+    # scores of a huge number that all structures share leave no digits for the others
+    doubt = torch.finfo(torch.float64).eps * answer.value.detach().abs()
+    gap = torch.where(doubt > ROUNDING, torch.maximum(solution.gap, doubt), solution.gap)
     return SparseMAPResult(
         marginals=first.to(dtype),
         structures=solution.vertices.reshape(*batch, slots, *events[0]).to(dtype),
         probs=answer.probs.reshape(*batch, slots).to(wide),
         num_active=(solution.probs > 0).sum(-1).reshape(batch),
-        gap=solution.gap.reshape(batch).to(wide),
+        gap=gap.reshape(batch).to(wide),
         value=answer.value.reshape(batch).to(wide),
         additional=tuple(m.to(wide) for m in others),
         edges=solution.edges.reshape(*batch, slots, solution.edges.shape[-1]).to(wide),
