@@ -108,6 +108,8 @@ def test_adaptive_imle() -> None:
     still = est.IMLE(lam="adaptive", noise=None)
     gradient(still, s, lambda z: 0.0 * z.sum((-1, -2)))
     assert still.look.alpha > 1
+    with pytest.raises(ValueError, match=r'lam="adaptive" .* needs oracle="argmax"'):
+        est.IMLE(lam="adaptive", oracle="marginals")  # whose λ would never change
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,11 @@ class IMLE(ModuleEstimator):
         noise.check(self, (*noise.KINDS, None))
         one_of(self, "oracle", ("argmax", "marginals"))
         if self.oracle == "marginals":
+            if self.lam == "adaptive":
+                raise ValueError(
+                    'IMLE: lam="adaptive" counts the parts in which two argmaxes differ, so it '
+                    'needs oracle="argmax". Give a number for lam.'
+                )
             self.objective, self.distribution = "L(E[z])", "noisy" if self.noise else "own"
             self.needs = frozenset(["log_partition", "marginals"])
         elif self.noise is None:
