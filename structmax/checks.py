@@ -18,12 +18,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from structmax.tracing import is_recorded
+
 Mask = Tensor | Callable[[], Tensor] | None
 
 
 def can_look() -> bool:
     """Whether values may be read on the host now."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if is_recorded() or torch._C._are_functorch_transforms_active():
         return False
     return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 

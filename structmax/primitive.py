@@ -27,6 +27,7 @@ from torch._functorch.utils import unwrap_dead_wrappers
 
 import structmax.threads  # noqa: F401  it must see every fork
 from structmax.fence import Limits, clamped, mark
+from structmax.tracing import is_tracing
 
 Tensors = Sequence[Tensor]
 Omega = Sequence[float]
@@ -79,11 +80,16 @@ def _forced_here() -> str | None:
 
 
 def is_plain(tensors: Tensors) -> bool:
-    """Whether nothing at all looks on: an op's body may then be called without the dispatcher."""
+    """Whether an op's body may be called without the dispatcher: nothing records it, stands in for
+    it or counts it, and no tensor is of a subclass or without values."""
     return not (
         torch.compiler.is_compiling()
+        or torch._C._is_tracing()
         or torch._C._len_torch_dispatch_stack()
-        or any(type(t) is not Tensor and type(t) is not torch.nn.Parameter for t in tensors)
+        or any(
+            (type(t) is not Tensor and type(t) is not torch.nn.Parameter) or t.is_meta
+            for t in tensors
+        )
     )
 
 
@@ -93,6 +99,30 @@ def register(name: str, schema: str, run: Callable[..., Any], fake: Callable[...
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"structmax::{name}", fake, lib=_library)
     return getattr(torch.ops.structmax, name).default
+
+
+def differentiate(op: Any, function: Callable[..., Any]) -> None:
+    """Makes ``op`` differentiable by ``function``, which takes the same arguments and calls the op
+    itself where autograd records nothing.
+
+    Eager code calls the function; a trace has the op, which is then differentiated like this.
+    """
+
+    def kernel(*args: Any) -> Any:
+        if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors_of(args)):
+            return function(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    _library.impl(op._schema.name.partition("::")[2], kernel, "Autograd")
+
+
+def _tensors_of(args: Sequence[Any]) -> Iterator[Tensor]:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, list | tuple):
+            yield from (t for t in arg if isinstance(t, Tensor))
 
 
 def direct(op: Any, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,6 +239,24 @@ class Primitive:
         self.hvp_op = register(
             f"{name}_hvp", f"(Tensor[] scores, Tensor[] directions, {tail}[]", run_hvp, fake_like
         )
+        differentiate(
+            self.gradient_op,
+            lambda scores, constants, key, omega: list(
+                _gradient(name, key, tuple(omega), *scores, *constants)
+            ),
+        )
+        differentiate(
+            self.value_op,
+            lambda scores, constants, key, omega: _gradient(
+                name, key, tuple(omega), *scores, *constants
+            )[0],
+        )
+        differentiate(
+            self.hvp_op,
+            lambda scores, directions, constants, key, omega: list(
+                _hvp(name, key, tuple(omega), *scores, *directions, *constants)
+            ),
+        )
 
     def _batch(self, scores: Tensors) -> torch.Size:
         return scores[0].shape[: scores[0].dim() - self.score_dims[0]]
@@ -220,7 +268,7 @@ class Primitive:
 
     def value(self, scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
         """A, differentiable."""
-        if is_transforming(scores):
+        if is_transforming(scores) and not is_tracing():
             return self.value_and_gradient(scores, constants, key, omega)[0]
         run = self._run_value if is_plain(scores) else self.value_op
         return run(list(scores), list(constants), key, list(omega))
@@ -229,7 +277,7 @@ class Primitive:
         self, scores: Tensors, constants: Tensors, key: str, omega: Omega
     ) -> tuple[Tensor, ...]:
         """``(A, *μ)``, differentiable."""
-        if is_transforming(scores):
+        if is_transforming(scores) and not is_tracing():
             return _gradient(self.name, key, tuple(omega), *scores, *constants)
         run = self._run_gradient if is_plain(scores) else self.gradient_op
         return tuple(run(list(scores), list(constants), key, list(omega)))
@@ -426,10 +474,11 @@ class _Gradient(torch.autograd.Function):
             ]
         if any(g is not None for g in g_mu):
             v = [torch.zeros_like(s) if g is None else g for s, g in zip(scores, g_mu, strict=True)]
-            if torch.compiler.is_compiling():  # compiled backward passes are not differentiated
+            # compiled backward passes are not differentiated; that of a trace is by the op's own
+            if torch.compiler.is_compiling() or is_tracing():
                 w = primitive.hvp_op(list(scores), v, list(constants), ctx.key, list(ctx.omega))
             else:
-                w = apply(_Hvp, ctx.name, ctx.key, ctx.omega, *scores, *v, *constants)
+                w = _hvp(ctx.name, ctx.key, ctx.omega, *scores, *v, *constants)
             out = [b if a is None else a + b for a, b in zip(out, w, strict=True)]
         return (None, None, None, *out, *([None] * len(constants)))
 
@@ -463,6 +512,10 @@ def _gradient(name: str, key: str, omega: Omega, *tensors: Tensor) -> tuple[Tens
     if torch.compiler.is_compiling():
         return _Gradient.apply(name, key, omega, *tensors)
     return apply(_GradientBothModes, name, key, omega, *tensors)
+
+
+def _hvp(name: str, key: str, omega: Omega, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return apply(_Hvp, name, key, omega, *tensors)
 
 
 class _Hvp(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torch import Tensor
 from structmax import checks
 from structmax.primitive import recordable, recording
 from structmax.structures.base import Structure
+from structmax.tracing import refuse_trace
 
 Pullback = Callable[..., Tensor]
 
@@ -204,6 +205,9 @@ def surrogate(structure: Structure, z: Tensor, pullback: Pullback, *more: Tensor
     watched = watched or torch._C._are_functorch_transforms_active()
     if not (torch.is_grad_enabled() and watched):
         return z
+    refuse_trace(
+        "the gradient of an estimator", "Trace it under torch.no_grad(), or the model without it."
+    )
     how = _How(structure, pullback, tuple(given))
     return _Surrogate.apply(how, z.detach(), *given.values(), *more)
 

@@ -641,6 +641,7 @@ def bucket(n: int) -> int:
     >>> [bucket(n) for n in (1, 9, 17, 100)]
     [1, 9, 18, 104]
     """
+    n = operator.index(n)  # sizes may be symbols or, under torch.jit.trace, tensors
     step = 1 << max(0, n.bit_length() - 4)
     return -(-n // step) * step
 

@@ -14,7 +14,8 @@ from structmax.checks import can_look, holds_integers, index
 from structmax.maps.entmax import _map as entmax
 from structmax.maps.entmax import check_alpha
 from structmax.maps.recipe import check_scores, keep, spread
-from structmax.maps.smoothed_max import Value, tsallis
+from structmax.maps.smoothed_max import tsallis
+from structmax.maps.smoothed_max import value as value_of
 from structmax.primitive import apply, backend_for, flatten_batch, is_plain, is_transforming
 
 
@@ -83,7 +84,7 @@ def entmax_loss(
     exponent = spread("entmax_loss", "alpha", alpha, work, -1, "row")
     given = isinstance(alpha, Tensor)
     p = entmax.rows(work, [exponent] if given else [], [] if given else [float(alpha)])
-    value = Value.apply(work, p, exponent, 1.0)
+    value = value_of(work, p, exponent, 1.0)
 
     forbidden = work == -math.inf
     allowed = torch.where(forbidden, 0.0, work)

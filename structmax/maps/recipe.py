@@ -40,12 +40,14 @@ from structmax.primitive import (
     Tensors,
     apply,
     backend_for,
+    differentiate,
     flatten_batch,
     is_plain,
     is_transforming,
     register,
     to_front,
 )
+from structmax.tracing import is_tracing
 
 FAR = 1e3  # from τ, a score is at a bound: e^−FAR is 0
 
@@ -109,6 +111,13 @@ class Map:
             lambda p, g, parameters, options: [t.new_empty(t.shape) for t in [p, *parameters]],
         )
 
+        differentiate(
+            self.op,
+            lambda x, parameters, options: _ApplyBothModes.apply(
+                name, tuple(options), x, *parameters
+            ),
+        )
+
     def _engine(self, suffix: str, tensor: Tensor) -> Callable[..., Any]:
         backend = backend_for(tensor)
         if backend == "naive":
@@ -145,7 +154,7 @@ class Map:
     def rows(self, x: Tensor, parameters: Tensors, options: Options = ()) -> Tensor:
         """p ``(*batch, n)``, differentiable; parameters ``(*batch, 1)`` or ``(*batch, n)``."""
         tensors = (x, *parameters)
-        if is_transforming(tensors):
+        if is_transforming(tensors) and not is_tracing():
             if torch.compiler.is_compiling():
                 return _Apply.apply(self.name, tuple(options), *tensors)
             return apply(_ApplyBothModes, self.name, tuple(options), *tensors)

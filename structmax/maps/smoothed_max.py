@@ -12,6 +12,7 @@ from structmax.maps.argmax import argmax
 from structmax.maps.entmax import _map as entmax
 from structmax.maps.recipe import check_scores, keep
 from structmax.smoothing import HARD, Smoothing
+from structmax.tracing import is_tracing
 
 
 class Value(torch.autograd.Function):
@@ -47,6 +48,12 @@ class Value(torch.autograd.Function):
             slope = tsallis_slope(p, alpha).sum(-1, keepdim=True)
             g_alpha = -ctx.gamma * (g * slope).sum_to_size(alpha.shape)
         return g * p, None, g_alpha, None
+
+
+def value(x: Tensor, p: Tensor, alpha: Tensor, gamma: float) -> Tensor:
+    """``Value``. ``torch.jit.trace`` saves no function of autograd: its operations are recorded,
+    which have the same derivatives, with more rounding."""
+    return (Value.forward if is_tracing() else Value.apply)(x, p, alpha, gamma)
 
 
 def tsallis(p: Tensor, alpha: Tensor) -> Tensor:
@@ -131,4 +138,4 @@ def smoothed_max(x: Tensor, omega: Smoothing, dim: int = -1, mask: Tensor | None
             centred = work - torch.where(peak.isfinite(), peak, 0.0)
         p = entmax.rows(centred / gamma, [], [alpha])
     exponent = torch.full((1,), alpha, dtype=work.dtype, device=work.device)
-    return Value.apply(work, p, exponent, gamma)
+    return value(work, p, exponent, gamma)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from structmax import checks
 from structmax.structures.linear_chain import LinearChain
+from structmax.tracing import refuse_without_values
 
 IGNORED = -100  # the usual label of positions that a loss is to ignore
 NAMES = (
@@ -164,6 +165,7 @@ class CRF(nn.Module):
         With ``k``, each item's k best as pairs ``(tags, score)``, best first; fewer where an item
         has fewer.
         """
+        refuse_without_values("CRF.decode", emissions)
         self._check(emissions, mask=mask)
         try:
             chain = self.structure(emissions, mask)

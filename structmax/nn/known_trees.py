@@ -17,6 +17,7 @@ from torch import Tensor
 from structmax.fence import require
 from structmax.nn.levels import on
 from structmax.nn.pool import Pool
+from structmax.tracing import refuse_trace
 
 
 class MergePlan(NamedTuple):
@@ -143,6 +144,7 @@ def _require_lengths(sizes: np.ndarray, most: int) -> None:
 
 
 def _host(*tensors: Tensor) -> list[np.ndarray]:
+    refuse_trace("an encoder of given trees", "Trace the rest of the model.")
     sizes = [t.numel() for t in tensors]
     whole = torch.cat([t.reshape(-1).long() for t in tensors]).cpu().numpy()
     parts = np.split(whole, np.cumsum(sizes)[:-1])

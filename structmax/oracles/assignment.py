@@ -172,7 +172,7 @@ def max_marginals(scores: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor
     c = torch.nn.functional.pad(c, (0, q - n), value=-1)
     matched = c >= 0
     taken = torch.zeros(*batch, q + 1, dtype=torch.bool, device=scores.device)
-    taken = taken.scatter(-1, torch.where(matched, c, q), True)[..., :q]
+    taken = taken.scatter(-1, torch.where(matched, c, q), 1)[..., :q]
     # rows without a column get those that are left, in order
     c = torch.where(
         matched,

@@ -20,6 +20,7 @@ from structmax.sparse.rounding import APART, SETTLED, assign
 from structmax.structures.base import Structure
 from structmax.structures.grid_path import FreeGridPath
 from structmax.structures.hyperpath import Hyperpath
+from structmax.tracing import refuse_without_values
 
 LARGE = 50.0  # what scores are scaled down to: with larger ones LP-SparseMAP takes many steps
 CERTAIN = 1e-5  # of the largest score: rounding
@@ -432,6 +433,7 @@ class FactorGraph:
     def _problem(self, query: str, as_it_is: Tensor | None = None) -> tuple[Consensus, Tensor]:
         """What the factors have to agree on, with the scores of each item scaled, and of which
         variables ``(*batch, V)`` the score was bounded: not in items ``as_it_is``."""
+        refuse_without_values(f"FactorGraph.{query}", *self._scores)
         theta, factors = self._theta(), self._factors
         size = torch.where(theta.isfinite(), theta, 0.0).detach().abs()
         additional = torch.zeros_like(size[..., 0])

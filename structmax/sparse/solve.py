@@ -34,6 +34,7 @@ from structmax.sparse.result import Constraints, Solution, SparseMAPResult
 from structmax.sparse.support import Oracle
 from structmax.structures.base import Structure
 from structmax.structures.parts import PartStructure
+from structmax.tracing import refuse_without_values
 
 ROUNDING = 1e-6  # what rounding may do to a value is a gap if it is more
 METHODS = ("active-set", "away", "pairwise", "frank-wolfe")
@@ -457,6 +458,7 @@ class Untracked(torch.autograd.Function):
 
 def _untracked(run: Callable[..., Solution], tensors: Sequence[Tensor]) -> Solution:
     """What a solver finds, without derivatives; inside a transform it is given plain tensors."""
+    refuse_without_values("sparsemap", *tensors)
     if torch.compiler.is_compiling():
         return _uncompiled(run, tensors)
     if torch._C._are_functorch_transforms_active():

@@ -20,6 +20,7 @@ from structmax.structures.base import IntractableError, Structure, class_or_self
 from structmax.structures.dynamic import DynamicStructure
 from structmax.structures.lengths import TwoSided
 from structmax.structures.nesting import nest, unnest
+from structmax.tracing import refuse_trace
 
 LARGEST = 12  # of the shorter side, for exact sums: they take 2^LARGEST states
 SUMS = {"log_partition", "marginals", "log_prob", "sample", "entropy", "cross_entropy"}
@@ -378,6 +379,7 @@ class Assignment(TwoSided, DynamicStructure):
             )
         iterations = _rounds("sinkhorn", iterations)
         tol = checks.number("Assignment.sinkhorn", "tol", tol)
+        refuse_trace("Assignment.sinkhorn")  # whose number of steps depends on the scores
         theta, cells, (spare, rows, columns) = self._relaxed()
         sizes = rows, columns
         p = birkhoff.sinkhorn(theta, cells, spare, *sizes, temperature, iterations, tol)

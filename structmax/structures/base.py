@@ -7,6 +7,7 @@ engine answers for it. What can be derived from other answers is written here, o
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from abc import abstractmethod
@@ -21,6 +22,14 @@ from torch.distributions.kl import register_kl
 
 from structmax import checks
 from structmax.smoothing import ALPHAS, TSALLIS, Shannon, Smoothing, from_code
+from structmax.tracing import (
+    fix_sizes,
+    has_values,
+    is_recorded,
+    is_tracing,
+    paused,
+    refuse_without_values,
+)
 
 if TYPE_CHECKING:
     from structmax.draw.svg import Drawing
@@ -124,6 +133,10 @@ class Structure(Distribution):
     """What to use in place of each query that is not in ``queries``."""
     approximate: ClassVar[frozenset[str]] = frozenset()
     """Those of ``queries`` whose answers are not exact: a beam search, say."""
+    reads_values: ClassVar[frozenset[str]] = frozenset(
+        ["ranked_support", "enumerate_support", "sparsemap", "decode"]
+    )
+    """Methods that read values on the host, so that nothing can record them."""
 
     def __init__(
         self,
@@ -147,16 +160,26 @@ class Structure(Distribution):
                 f"{ALPHAS[1]}, where probabilities have their digits, got {alpha}. Use sx.Shannon "
                 "below and sx.Hard above; sx.entmax and sx.smoothed_max take any alpha."
             )
-        super().__init__(batch_shape, torch.Size(event_shape), validate_args=False)
-        self._check_room(self._event_shape.numel())
+        event_shape = torch.Size(event_shape)
+        if is_tracing():
+            with paused():  # sizes as plain numbers
+                batch_shape, event_shape = (
+                    torch.Size([int(size) for size in shape])
+                    for shape in (batch_shape, event_shape)
+                )
+        super().__init__(batch_shape, event_shape, validate_args=False)
+        if is_tracing():
+            fix_sizes(self._name, {name: t for name, (t, _) in self._tensors().items()})
+        self._check_room(self._event_shape)
         # not torch's default: torch.compile, anywhere in the process, turns that one off
         self._validate_args = validate_args is None or bool(validate_args)
+        self._validate_args = self._validate_args and has_values(self._first)
 
-    def _check_room(self, numbers: int) -> None:
-        """There is memory for a chart of so many numbers an item: scores, values and gradients."""
-        if torch.compiler.is_compiling():
+    def _check_room(self, sizes: Sequence[int]) -> None:
+        """There is memory for a chart of these sizes an item: scores, values and gradients."""
+        if is_recorded() or not has_values(self._first):  # sizes may be symbols
             return
-        count = self._batch_shape.numel() * numbers
+        count = math.prod(self._batch_shape) * math.prod(sizes)
         if count * 24 > checks.SMALL:
             first, sizes = self._first, tuple(self._batch_shape + self._event_shape)
             size = 3 * count * max(first.dtype.itemsize, 4)
@@ -460,6 +483,7 @@ class Structure(Distribution):
         >>> tree.draw(["good", "movie"])
         Drawing(103 × 83 pixels)
         """
+        refuse_without_values(f"{self._name}.draw", self._first)
         from structmax.draw.structure import draw
 
         return draw(self, tokens, what, labels, k)
@@ -551,8 +575,11 @@ class Structure(Distribution):
         return query in self.queries
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Queries that are not in ``queries`` raise, whatever the class inherits."""
+        """Queries that are not in ``queries`` raise, whatever the class inherits; those that read
+        values raise where there are none to read."""
         super().__init_subclass__(**kwargs)
+        for method in cls.reads_values & vars(cls).keys():
+            setattr(cls, method, _reading_values(vars(cls)[method]))
         for query in Structure.queries - cls.queries:
             setattr(cls, query, _refusal(query))
 
@@ -573,6 +600,15 @@ class Structure(Distribution):
                 f"{self._name}: the batches of both distributions must broadcast, got "
                 f"{tuple(self.batch_shape)} and {tuple(q.batch_shape)}."
             )
+
+
+def _reading_values(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def read(self: Structure, *args: Any, **kwargs: Any) -> Any:
+        refuse_without_values(f"{self._name}.{method.__name__}", self._first)
+        return method(self, *args, **kwargs)
+
+    return read
 
 
 def _refusal(query: str) -> Callable[..., NoReturn]:

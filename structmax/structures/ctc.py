@@ -141,7 +141,7 @@ class CTC(DynamicStructure):
         batch = checks.batch_shape("CTC", **self._tensors())
         self._is_good = False
         super().__init__(batch, (frames, symbols), smoothing, validate_args)
-        self._check_room(frames * (2 * self.targets.shape[-1] + 1))
+        self._check_room((frames, 2 * self.targets.shape[-1] + 1))
         if self._validate_args and checks.can_look():
             self._check_values()
             self._is_good = True

@@ -28,6 +28,7 @@ from structmax.structures.rollout import (
     one_hot,
     version,
 )
+from structmax.tracing import refuse_trace
 
 
 class Incremental(Structure):
@@ -82,6 +83,7 @@ class Incremental(Structure):
         _batch: torch.Size | None = None,
     ) -> None:
         name = self._name
+        refuse_trace(name, "Trace the policy, and search outside.")
         missing = [m for m in ("start", "scores", "advance") if not hasattr(policy, m)]
         if missing:
             raise ValueError(

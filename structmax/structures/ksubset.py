@@ -106,7 +106,7 @@ class KSubset(OneSided, DynamicStructure):
         batch = checks.batch_shape("KSubset", **self._tensors())
         self._lengths_are_good = lengths is None
         super().__init__(batch, scores.shape[-1:], smoothing, validate_args)
-        self._check_room(scores.shape[-1] * self._most)
+        self._check_room((scores.shape[-1], self._most))
         if self._validate_args and checks.can_look():
             inside = None if lengths is None else self._inside()
             checks.values("KSubset", {"scores": (scores, inside)}, self.lengths, scores.shape[-1])

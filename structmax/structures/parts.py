@@ -16,6 +16,7 @@ from structmax import checks
 from structmax.primitive import as_dtype, backend_for, is_plain, is_transforming
 from structmax.smoothing import SHANNON
 from structmax.structures.base import Ranked, Structure, TopK, dot
+from structmax.tracing import is_recorded
 
 if TYPE_CHECKING:
     from structmax.sparse.result import SparseMAPResult
@@ -140,7 +141,7 @@ class PartStructure(Structure):
         where nothing watches the computation."""
         tensors = [t for t, _ in self._tensors().values()]
         if (
-            torch.compiler.is_compiling()
+            is_recorded()
             or is_transforming(tensors)
             or torch.is_inference_mode_enabled()
             or any(t.is_inference() for t in tensors)
@@ -198,7 +199,7 @@ class PartStructure(Structure):
         if not isinstance(k, Integral) or k < 1:
             raise ValueError(f"{self._name}.topk: k must be at least 1, an integer, got {k!r}.")
         k = int(k)
-        self._check_room(k * self.event_shape.numel())
+        self._check_room((k, *self.event_shape))
         scores, z = self._kbest(k)
         z = z.to(self.dtype)
         exists = scores > -math.inf

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,6 +22,7 @@ from structmax.structures.dynamic import DynamicStructure
 from structmax.structures.late_look import LateLook
 from structmax.structures.lengths import OneSided, full
 from structmax.structures.parts import PartStructure
+from structmax.tracing import is_recorded
 
 Ints = NDArray[np.int32]
 
@@ -199,9 +200,9 @@ class PackedSquare(LateLook, SquareStructure, DynamicStructure):
 
     _drawing: ClassVar[int] = 180  # bytes for each cell that drawing the graph takes, measured
 
-    def _check_room(self, numbers: int) -> None:
-        super()._check_room(numbers)
-        if not torch.compiler.is_compiling():
+    def _check_room(self, sizes: Sequence[int]) -> None:
+        super()._check_room(sizes)
+        if not is_recorded():
             side = self._event_shape[0]
             checks.room(self._name, f"the graph of {side:,} positions", self._drawing * side**2)
 
@@ -228,7 +229,7 @@ class PackedSquare(LateLook, SquareStructure, DynamicStructure):
     def _cells(self) -> Tensor:
         """Where each part lies in the flattened square, ``(P)``."""
         numbers = type(self)._order, self.event_shape[0], self._count(self._longest)
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        if is_recorded() or torch._C._len_torch_dispatch_stack():
             return _cells_in_order(*numbers, self.scores.device)
         return _kept_cells(*numbers, self.scores.device)
 
