@@ -248,6 +248,70 @@ def test_traced_structures_refuse_other_dtypes() -> None:
         traced(torch.zeros(2, 5))
 
 
+# -- torch.export ---------------------------------------------------------------------------------
+
+
+def chain_of(x: Tensor) -> sx.LinearChain:
+    return sx.LinearChain(x, torch.eye(4, dtype=f64), lengths=(x[:, :, 0] > -9).sum(1))
+
+
+def tree_of(x: Tensor) -> sx.DependencyTree:
+    return sx.DependencyTree(x @ x.mT)  # type: ignore[abstract]
+
+
+def alignment_of(x: Tensor) -> sx.Alignment:
+    return sx.Alignment(x @ x.mT, band=2)
+
+
+EXPORTED: dict[str, Callable[[Tensor], Any]] = {
+    "chain-log_partition": lambda x: chain_of(x).log_partition(),
+    "chain-marginals": lambda x: chain_of(x).marginals(),
+    "chain-edge_marginals": lambda x: chain_of(x).edge_marginals(),
+    "chain-entropy": lambda x: chain_of(x).entropy(),
+    "chain-argmax": lambda x: chain_of(x).argmax(),
+    "chain-argmax_tags": lambda x: chain_of(x).argmax_tags(),
+    "chain-log_prob": lambda x: chain_of(x).log_prob(x.argmax(-1)),
+    "chain-mbr": lambda x: chain_of(x).mbr(),
+    "tree-log_partition": lambda x: tree_of(x).log_partition(),
+    "tree-marginals": lambda x: tree_of(x).marginals(),
+    "tree-entropy": lambda x: tree_of(x).entropy(),
+    "tree-argmax": lambda x: tree_of(x).argmax(),
+    "tree-topk": lambda x: tree_of(x).topk(2),
+    "tree-max_marginals": lambda x: tree_of(x).max_marginals(),
+    "alignment-log_partition": lambda x: alignment_of(x).log_partition(),
+    "alignment-marginals": lambda x: alignment_of(x).marginals(),
+    "alignment-argmax": lambda x: alignment_of(x).argmax(),
+    "alignment-entropy": lambda x: alignment_of(x).entropy(),
+}
+
+
+@pytest.mark.parametrize(
+    "strict",
+    [pytest.param(False, id="default"), pytest.param(True, id="strict", marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("name", EXPORTED)
+def test_export_with_a_dynamic_batch_and_length(name: str, strict: bool) -> None:
+    """Saved, loaded, and right at other sizes."""
+
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return tensors_in(EXPORTED[name](x))
+
+    batch, length = torch.export.Dim("batch", min=2, max=64), torch.export.Dim("n", min=3, max=64)
+    sizes = {"x": {0: batch, 1: length}}
+    torch.manual_seed(0)
+    program = torch.export.export(Model(), (randn(3, 5, 4),), dynamic_shapes=sizes, strict=strict)
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    buffer.seek(0)
+    module = torch.export.load(buffer).module()
+    for shape in ((3, 5, 4), (2, 9, 4), (7, 3, 4)):
+        x = randn(*shape)
+        x[0, -1] = -10.0  # a shorter chain
+        for a, b in zip(module(x), Model()(x), strict=True):
+            torch.testing.assert_close(a, b)
+
+
 # -- the layer, and what runs Python --------------------------------------------------------------
 
 
