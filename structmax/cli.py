@@ -42,7 +42,7 @@ class Commands(TyperGroup):
 app = typer.Typer(
     name="structmax",
     cls=Commands,
-    help="Train models with latent structure, and look at what they learned.",
+    help="Train models with latent structure, and show what they learned.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -67,11 +67,11 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Train models with latent structure, and look at what they learned."""
+    """Train models with latent structure, and show what they learned."""
 
 
 Run = Annotated[Path, typer.Argument(help="The folder of a run.", metavar="RUN")]
-Name = Annotated[str | None, typer.Argument(help="Show this one in full.")]
+Name = Annotated[str | None, typer.Argument(help="The one to show in full.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
 
 
@@ -120,9 +120,13 @@ def _train_command(name: str) -> Callable[..., None]:
     own = [
         # not --run, which torchrun takes for the beginning of one of its own
         parameter("out", str, f"runs/{name}", "The folder of the run.", "Run"),
-        parameter("config", Path | None, None, "TOML file of options; flags count more.", "Run"),
-        parameter("resume", bool, False, "Go on from the last checkpoint, if there is one.", "Run"),
-        parameter("fresh", bool, False, "Start again; a run that is there is lost.", "Run"),
+        parameter("config", Path | None, None, "Options in TOML; flags override them.", "Run"),
+        parameter(
+            "resume", bool, False, "Continue from the last checkpoint, if there is one.", "Run"
+        ),
+        parameter(
+            "fresh", bool, False, "Start again; an earlier run in the folder is lost.", "Run"
+        ),
     ]
     common = {f.name for f in fields(TrainConfig)}
     listed = [
@@ -165,7 +169,9 @@ for _name in tasks.names():
 def evaluate(
     ctx: typer.Context,
     run: Run,
-    split: Annotated[Literal["valid", "test"], typer.Option(help="What to measure on.")] = "test",
+    split: Annotated[
+        Literal["valid", "test"], typer.Option(help="The split to measure on.")
+    ] = "test",
     file: Annotated[
         str | None, typer.Option(help="Measure on this file instead, in the corpus's format.")
     ] = None,
@@ -188,7 +194,7 @@ def evaluate(
             config = replace(config, **moved)
             config.check_data()
         if file is None:
-            source = {"split": split}
+            source: dict[str, str] = {"split": split}
             examples = getattr(runs.data(run, trained.task, config), split)
         else:
             source = {"file": file}
@@ -212,7 +218,7 @@ def evaluate(
 def predict(
     run: Run,
     file: Annotated[
-        Path | None, typer.Argument(help="Input, one per line; - or none: stdin.")
+        Path | None, typer.Argument(help="Input, one example per line; - or none: stdin.")
     ] = None,
     format: Annotated[
         Literal["text", "json"], typer.Option(help="What to print per line.")
@@ -231,8 +237,12 @@ def predict(
 @app.command()
 def show(
     run: Run,
-    file: Annotated[Path | None, typer.Argument(help="Input, one per line; -: stdin.")] = None,
-    count: Annotated[int, typer.Option(min=1, help="How many, of the validation split.")] = 3,
+    file: Annotated[
+        Path | None, typer.Argument(help="Input, one example per line; -: stdin.")
+    ] = None,
+    count: Annotated[
+        int, typer.Option(min=1, help="How many examples of the validation split.")
+    ] = 3,
     html: Annotated[Path | None, typer.Option(help="Also write a page of pictures.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Also write SVG files into a folder.")] = None,
     device: Device = "auto",
@@ -355,7 +365,7 @@ def explore(
     page: Annotated[str, typer.Option(help="The page to open first.")] = "structures",
     run: Annotated[Path | None, typer.Option(help="A run, for the page of a model.")] = None,
     port: Annotated[
-        int | None, typer.Option(help="Where to listen; a free one by default.")
+        int | None, typer.Option(help="The port to listen at; 0 or none: a free one.")
     ] = None,
     browser: Annotated[
         bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")
@@ -378,7 +388,7 @@ def list_tasks() -> None:
 
 @app.command()
 def structures(
-    name: Annotated[str | None, typer.Argument(help="Show one in full.")] = None,
+    name: Name = None,
 ) -> None:
     """List the structures, or show one."""
     import structmax as sx
@@ -393,7 +403,7 @@ def structures(
 
 @app.command()
 def estimators(
-    name: Annotated[str | None, typer.Argument(help="Show one in full.")] = None,
+    name: Name = None,
 ) -> None:
     """List the estimators, or show one."""
     from structmax.estimators import NAMES
@@ -469,7 +479,8 @@ def _run(args: list[str]) -> int:
     except typer.TyperException as error:  # usage: unknown commands, flags, wrong values
         return _refuse(error.format_message())
     except Stopped as stopped:
-        typer.echo(f"structmax: {stopped}; its checkpoint is saved. --resume goes on.", err=True)
+        told = f"{stopped}; its checkpoint is saved. Add --resume to continue."
+        typer.echo(f"structmax: {told}", err=True)
         return 128 + stopped.number
     except (KeyboardInterrupt, typer.Abort):
         return 130
@@ -483,7 +494,14 @@ def _run(args: list[str]) -> int:
         return _refuse(TOO_LARGE)
 
 
-def _warn(message: Any, category: Any, filename: str, lineno: int, *others: Any) -> None:
+def _warn(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: Any = None,
+    line: str | None = None,
+) -> None:
     if issubclass(category, DataWarning):
         if os.environ.get("RANK", "0") == "0":  # of several workers
             typer.echo(f"structmax: {message}", err=True)

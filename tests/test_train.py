@@ -694,7 +694,8 @@ def test_a_run_says_what_it_will_do_and_soon_how_long_it_takes(
 
     monkeypatch.setattr("structmax.train.progress.time.monotonic", lambda: now)
     Slow(Toy(), config(steps=200, log_every=100, eval_every=200), tmp_path).fit()
-    lines = capsys.readouterr().err.splitlines()
+    start, *lines = capsys.readouterr().err.splitlines()
+    assert start == "toy: preparing the data"
     assert lines[0] == "toy: examples: 64 to train on, 100 to validate, 100 to test"
     assert re.fullmatch(r"toy: [\d,]+ parameters on cpu, until 200 updates", lines[1])
     assert lines[2] == "toy: step 1  0% done"
@@ -716,9 +717,9 @@ def test_the_time_left_is_whole_on_80_columns(monkeypatch: pytest.MonkeyPatch) -
     for name in ("parse", "seq2seq"):
         times = iter([0.0, 100.0])
         progress = Progress(name)
-        progress.bar.stop()
         text = "loss 12.3456  best sentences_per_second 0.1234"
         progress.update(1, 0.0, text)
+        progress.bar.stop()
         progress.update(41, 0.01, text)
         screen = io.StringIO()
         console = Console(width=80, file=screen)
@@ -829,7 +830,8 @@ def test_notes_on_the_data_come_first(tmp_path: Path, capsys) -> None:
             return super().data(config)
 
     Trainer(Noted(), config(steps=1), tmp_path).fit()
-    assert capsys.readouterr().err.splitlines()[0] == "toy: vectors: 3 of 4 words"
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["toy: preparing the data", "toy: vectors: 3 of 4 words"]
 
 
 def test_damaged_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

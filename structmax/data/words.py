@@ -33,7 +33,7 @@ def words_between_spaces(line: str) -> list[str]:
 
 
 def in_batches(
-    items: Iterable[T], length: Callable[[T], int] = len, size: int = 64, most: int = 1 << 12
+    items: Iterable[T], length: Callable[[Any], int] = len, size: int = 64, most: int = 1 << 12
 ) -> Iterator[list[T]]:
     """Cut items into batches, in order. If reading an item raises a ValueError, the items before it
     come first.

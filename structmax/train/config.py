@@ -51,7 +51,7 @@ def option(
 Schedule = Literal["constant", "cosine", "linear", "late", "plateau"]
 SCHEDULE = (
     "How the learning rate falls over the run; late: linearly in the last 40%; plateau: to a "
-    "quarter after each --patience looks without a better result, three times."
+    "quarter after each --patience evaluations without a better result, three times."
 )
 
 
@@ -84,12 +84,12 @@ class TrainConfig:
         False,
         "Also report the variance of the gradients; it takes the memory of the weights again.",
     )
-    eval_every: int = option(200, "Updates between looks at the validation split.")
+    eval_every: int = option(200, "Updates between evaluations on the validation split.")
     save_every: int = option(200, "Updates between checkpoints.")
     patience: int = option(
         0,
-        "Stop after this many looks without a better result; 0: never. On the schedule plateau, "
-        "at the lowest rate.",
+        "Stop after this many evaluations without a better result; 0: never. On the schedule "
+        "plateau, at the lowest rate.",
     )
 
     def check_data(self) -> None:
@@ -104,7 +104,9 @@ class TrainConfig:
         if not (self.steps or self.minutes or self.patience):
             raise UserError("a run must end: give --steps, --minutes or --patience.")
         if self.schedule == "plateau" and not self.patience:
-            raise UserError("the schedule plateau needs --patience: how many looks are a plateau.")
+            raise UserError(
+                "the schedule plateau needs --patience: how many evaluations are a plateau."
+            )
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):

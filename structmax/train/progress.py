@@ -30,16 +30,16 @@ class Progress:
         self.silent, self.title, self.pause = silent, title, seconds_between
         self.text, self.shown, self.told = "", -math.inf, False
         self.first: tuple[float, int, float] | None = None  # when, and what was done then
-        self.bar: Any = None
-        if not silent and sys.stderr.isatty():
-            self.bar = _bar()
-            self.line = self.bar.add_task(title, total=1.0, left="", text="")
-            self.bar.start()
+        self.bar: Any = None  # on a terminal, from the first update on
 
     def update(self, step: int, fraction: float, text: str = "") -> None:
         """Report ``step``, with a ``fraction`` of the run done; ``text``: numbers to show."""
         if self.silent:
             return
+        if self.bar is None and sys.stderr.isatty():
+            self.bar = _bar()
+            self.line = self.bar.add_task(self.title, total=1.0, left="", text="")
+            self.bar.start()
         now = time.monotonic()
         self.text = text or self.text
         began, before, done = self.first = self.first or (now, step, fraction)

@@ -109,6 +109,8 @@ class Trainer:
         self.task, self.config, self.folder = task, config, folder
         config.check()
         self.workers = workers = workers or Workers(torch.device("cpu"))
+        self.progress = Progress(task.name, silent or not workers.first)
+        self.progress.say(f"{task.name}: preparing the data")
         self._seed(0)
         with as_user_error():
             self.data: Splits = task.data(config)
@@ -132,7 +134,7 @@ class Trainer:
         if workers.rank:
             self._seed(workers.rank)
         try:
-            self._start(resume, silent)
+            self._start(resume)
         except BaseException:
             self.held.close()
             raise
@@ -159,7 +161,7 @@ class Trainer:
     def _saved(self) -> Path:
         return self.folder / "last.safetensors"
 
-    def _start(self, resume: bool, silent: bool) -> None:
+    def _start(self, resume: bool) -> None:
         last = self._saved()
         found = self.held.enter_context(
             run.hold(self.task, self.config, self.folder, resume, last.name, self.workers)
@@ -170,7 +172,6 @@ class Trainer:
             if found and not self._done():  # else no update follows
                 run.write_options(self.folder, self.config)
             self.log = Log(self.folder, self.step, self.measured)
-        self.progress = Progress(self.task.name, silent or not self.workers.first)
         for note in [*self.task.notes, *self._plan()]:
             self.progress.say(f"{self.task.name}: {note}")
 
@@ -208,7 +209,7 @@ class Trainer:
             if not is_out_of_memory(error):
                 raise
             self.pending.clear()
-            kept = "; --resume goes on from the last checkpoint" if self._saved().exists() else ""
+            kept = "; --resume continues from the last checkpoint" if self._saved().exists() else ""
             raise UserError(
                 f"out of memory at update {self.step + 1}. Try a smaller --batch-size, or "
                 f"--batch-tokens{kept}."

@@ -44,7 +44,7 @@ class ExplainConfig(TrainConfig):
     steps: int = option(1600, "Train for this many updates; 0: no limit.")
     batch_size: int = option(64, "Examples per update and worker.")
     clip: float = option(5.0, "Largest norm of the gradient of chooser and of reader; 0: any.")
-    eval_every: int = option(54, "Updates between looks at the validation split.")
+    eval_every: int = option(54, "Updates between evaluations on the validation split.")
     corpus: str = option(
         "",
         "Folder of train, dev and test files, sst; none: a tiny generated set.",

@@ -54,7 +54,7 @@ class NLIConfig(TrainConfig):
     batch_size: int = option(32, "Examples per update and worker.")
     lr: float = option(4e-4, "Learning rate of all but the parser.")
     clip: float = option(5.0, "Largest norm of the gradient of parser and of composer; 0: any.")
-    eval_every: int = option(281, "Updates between looks at the validation split.")
+    eval_every: int = option(281, "Updates between evaluations on the validation split.")
     corpus: str = option(
         "", "Folder of the pairs, such as snli; none: a tiny generated set.", fixed=True, data=True
     )
@@ -74,7 +74,7 @@ class NLIConfig(TrainConfig):
         "structured attention within each.",
     )  # fmt: skip
     alignment: Literal["softmax", "sparsemax", "assignment", "sequence", "uniform", "random"] = (
-        option("softmax", "Of esim's words; uniform and random do not look at them.")
+        option("softmax", "Of esim's words; uniform and random ignore their vectors.")
     )
     estimator: str = option(
         "gumbel-straight-through",

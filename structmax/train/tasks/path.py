@@ -41,7 +41,7 @@ class PathConfig(TrainConfig):
     batch_size: int = option(70, "Examples per update and worker.")
     lr: float = option(3e-3, "Learning rate.")
     schedule: Schedule = option("late", SCHEDULE)
-    eval_every: int = option(500, "Updates between looks at the validation split.")
+    eval_every: int = option(500, "Updates between evaluations on the validation split.")
     method: Literal["solver", "perturbed-loss", "no-solver", "random"] = option(
         "solver",
         "solver: costs through an estimator; perturbed-loss: the Fenchel-Young loss of noisy "

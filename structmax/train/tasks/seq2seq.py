@@ -45,7 +45,7 @@ class Seq2SeqConfig(TrainConfig):
     batch_size: int = option(64, "Examples per update and worker.")
     lr: float = option(1e-3, "Learning rate.")
     schedule: Schedule = option("cosine", SCHEDULE)
-    eval_every: int = option(453, "Updates between looks at the validation split.")
+    eval_every: int = option(453, "Updates between evaluations on the validation split.")
     corpus: str = option(
         "",
         "Folder of the corpus, such as multi30k; none: a tiny generated set.",
@@ -62,7 +62,7 @@ class Seq2SeqConfig(TrainConfig):
         "softmax", "sparsemax", "entmax", "fusedmax", "oscarmax", "csparsemax", "uniform", "random"
     ] = option(
         "softmax",
-        "From scores to weights; csparsemax: with fertilities; uniform and random do not look.",
+        "From scores to weights; csparsemax: with fertilities; uniform and random: without scores.",
     )
     alpha: float = option(1.5, "Of entmax attention: from 1, softmax, to 2, sparsemax.", least=1)
     strength: float = option(0.1, "Of fusedmax and oscarmax: how much weights are made equal.")

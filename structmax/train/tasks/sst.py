@@ -43,7 +43,7 @@ class SSTConfig(TrainConfig):
     batch_size: int = option(64, "Examples per update and worker.")
     lr: float = option(1e-3, "Learning rate of all but the parser.")
     clip: float = option(5.0, "Largest norm of the gradient of parser and of composer; 0: any.")
-    eval_every: int = option(54, "Updates between looks at the validation split.")
+    eval_every: int = option(54, "Updates between evaluations on the validation split.")
     corpus: str = option(
         "",
         "Folder of train, dev and test files, sst; none: a tiny generated set.",

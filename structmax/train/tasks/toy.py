@@ -59,7 +59,7 @@ class Tagger(nn.Module):
 
 
 class Toy(Task):
-    """Tags of generated sequences by a linear chain: a quick look at the trainer."""
+    """Tags of generated sequences by a linear chain: a quick trial of the trainer."""
 
     name = "toy"
     config = ToyConfig
