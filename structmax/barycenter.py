@@ -121,7 +121,7 @@ def _stack(series: Tensor | Sequence[Tensor], lengths: Tensor | None) -> tuple[T
     )
     if sizes.shape != (k,):
         raise ValueError(f"barycenter: lengths must be ({k},), got {tuple(sizes.shape)}.")
-    checks.between("barycenter", "", {"lengths": (sizes, 1, n)})
+    checks.values("barycenter", {}, {"lengths": checks.between(sizes, 1, n)})
     return series.double(), sizes.to(series.device)
 
 

@@ -1,8 +1,8 @@
 """Validation: every error says what is wrong, which item, and how to fix it.
 
-Values are looked at with one reduction per tensor and one synchronisation in all; only if that
-finds something is the offending item searched for. Nothing is looked at while compiling or
-capturing a CUDA graph.
+Values are read with one reduction per tensor and one synchronisation in all; only if that finds
+something is the offending item searched for. Nothing is read while compiling or capturing a CUDA
+graph. What a structure has validated it remembers in a ``Record``.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import math
 import operator
 import os
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +26,101 @@ Mask = Tensor | Callable[[], Tensor] | None
 
 def can_look() -> bool:
     """Whether values may be read on the host now."""
-    if is_recorded() or torch._C._are_functorch_transforms_active():
-        return False
-    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    return not (is_repeated() or torch._C._are_functorch_transforms_active())
+
+
+def is_repeated() -> bool:
+    """Whether what is computed now may be computed again, from other values: it is recorded, by a
+    CUDA graph perhaps."""
+    if is_recorded():
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+class Record:
+    """The tensors whose values were validated, each with its version at that time.
+
+    torch counts the writes into a tensor, so that a tensor of another version has to be validated
+    again. It counts none of those into an inference tensor, which is therefore never recorded, and
+    none that go round it (``.data``, numpy). Copies and pickles are empty.
+
+    >>> scores, record = torch.zeros(2), Record()
+    >>> record.add([scores])
+    >>> record.covers([scores])
+    True
+    >>> record.covers([scores.add_(1)])
+    False
+    """
+
+    def __init__(self) -> None:
+        self._versions: dict[int, tuple[Tensor, int]] = {}
+
+    def covers(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether all of these tensors were validated and none was written into since."""
+        for tensor in tensors:
+            known, version = self._versions.get(id(tensor), (None, 0))
+            if known is not tensor or tensor._version != version:
+                return False
+        return True
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Records that these tensors were validated."""
+        for tensor in tensors:
+            if not tensor.is_inference():
+                self._versions[id(tensor)] = tensor, tensor._version
+
+    def __reduce__(self) -> Any:
+        return Record, ()
+
+
+class Derived:
+    """A value that is derived from tensors, again once somebody wrote into them.
+
+    >>> sizes, largest = torch.tensor([2, 3]), Derived()
+    >>> largest.get([sizes], lambda: int(sizes.amax()))
+    3
+    >>> largest.get([sizes.add_(1)], lambda: int(sizes.amax()))
+    4
+    """
+
+    def __init__(self) -> None:
+        self._found: tuple[Record, Any] | None = None
+
+    def get(self, tensors: Sequence[Tensor], derive: Callable[[], Any]) -> Any:
+        """The value, which ``derive`` finds."""
+        if is_repeated():
+            return derive()
+        if self._found is not None and self._found[0].covers(tensors):
+            return self._found[1]
+        record = Record()
+        record.add(tensors)
+        with torch.inference_mode(False):  # what is stored may be wanted outside of it
+            value = derive()
+        if not torch._C._are_functorch_transforms_active():
+            self._found = record, value
+        return value
+
+    def __reduce__(self) -> Any:
+        return Derived, ()
+
+
+class Integers(NamedTuple):
+    """An integer tensor of a structure, and which of its entries are impossible."""
+
+    tensor: Tensor
+    wrong: Tensor
+    """Bool, of at least as many dimensions as the tensor, which broadcasts to it."""
+    wanted: str
+    """What they must be: "between 1 and 5", for example."""
+    dims: int = 0
+    """How many of the last dimensions are none of the batch."""
+    error: str = ""
+    """Another error, in which ``{got}`` stands for the entry and ``{where}`` for its place."""
+
+
+def between(tensor: Tensor, low: int, high: int) -> Integers:
+    """Integers ``(*B)`` of which none may be less than ``low`` or more than ``high``."""
+    return Integers(tensor, (tensor < low) | (tensor > high), f"between {low} and {high}")
 
 
 def number(owner: str, name: str, value: object, hint: str = "") -> float:
@@ -134,29 +227,23 @@ def lengths(owner: str, given: Tensor | Sequence[int], device: torch.device) -> 
 def values(
     owner: str,
     scores: Mapping[str, tuple[Tensor, Mask]],
-    lengths: Tensor | None = None,
-    longest: int = 0,
+    integers: Mapping[str, Integers] | None = None,
 ) -> None:
-    """No NaN or +inf among the scores, lengths between 1 and ``longest``.
+    """No impossible integers, and no NaN or +inf among the scores.
 
-    Each score comes with a boolean mask, which broadcasts to it, of what is looked at, or with what
+    Each score comes with a boolean mask, which broadcasts to it, of what is validated, or with what
     makes one if need be (None: all of it): padding may hold anything.
     """
+    integers = integers or {}
     scores = {name: (t.detach(), mask) for name, (t, mask) in scores.items() if t.numel()}
     flags = [_may_be_bad(tensor) for tensor, _ in scores.values()]
-    if lengths is not None and lengths.numel():
-        flags.append((lengths.amin() < 1) | (lengths.amax() > longest))
+    flags += [given.wrong.any() for given in integers.values()]
     tensors = [f for f in flags if isinstance(f, Tensor) and f.device.type != "cpu"]
     if not (bool(torch.stack(tensors).any()) if len(tensors) > 1 else any(flags)):
         return
-    if lengths is not None:
-        out_of_range = (lengths < 1) | (lengths > longest)
-        if bool(out_of_range.any()):
-            item = tuple(out_of_range.nonzero()[0].tolist())
-            raise ValueError(
-                f"{owner}: lengths must be between 1 and {longest}, got {int(lengths[item])} "
-                f"for item {_show(item)}."
-            )
+    for name, given in integers.items():
+        if bool(given.wrong.any()):
+            _refuse_integer(owner, name, given)
     for name, (tensor, mask) in scores.items():
         bad = ~(tensor < torch.inf)
         mask = mask() if callable(mask) else mask
@@ -170,19 +257,16 @@ def values(
             )
 
 
-def between(owner: str, what: str, given: dict[str, tuple[Tensor, int, int]]) -> None:
-    """Integers by name, each with the least and the largest they may be; looked at together."""
-    wrong = {name: (t < low) | (t > high) for name, (t, low, high) in given.items()}
-    if not bool(torch.stack([bad.any() for bad in wrong.values()]).any()):
-        return
-    for name, (tensor, low, high) in given.items():
-        if bool(wrong[name].any()):
-            item = tuple(wrong[name].nonzero()[0].tolist())
-            where = f" for item {_show(item)}" if item else ""
-            raise ValueError(
-                f"{owner}: {what}{name} must be between {low} and {high}, got "
-                f"{int(tensor[item])}{where}."
-            )
+def _refuse_integer(owner: str, name: str, given: Integers) -> None:
+    """An error for the first impossible integer of those by this name."""
+    where = tuple(given.wrong.nonzero()[0].tolist())
+    got = int(given.tensor.expand(given.wrong.shape)[where])
+    if given.error:
+        raise ValueError(f"{owner}: {given.error.format(got=got, where=list(where))}")
+    place = f" for item {_show(where)}" if where else ""
+    if given.dims:
+        place = f" at {name}{list(where)}"
+    raise ValueError(f"{owner}: {name} must be {given.wanted}, got {got}{place}.")
 
 
 def _may_be_bad(tensor: Tensor) -> Tensor | bool:

@@ -265,7 +265,7 @@ def test_what_estimators_keep_outlives_a_transform(transform: Callable[..., Any]
 def test_unary_scores_of_an_hmm_are_not_assigned() -> None:
     tables = torch.zeros(2), torch.zeros(2, 2), torch.zeros(2, 3)
     model = sx.HMM(*tables, torch.tensor([0, 1]))
-    with pytest.raises(AttributeError, match="unary is emission"):
+    with pytest.raises(AttributeError, match="HMM: unary cannot be set"):
         model.unary = torch.zeros(2, 2)
 
 

@@ -341,8 +341,8 @@ ALONE = [
 @pytest.mark.parametrize("scale", [1.0, 50.0])
 def test_one_structure_of_every_kind(name: str, scale: float) -> None:
     structure = ROWS.get(f"{name}/shannon", ROWS.get(f"{name}/shannon-0.5"))()
-    structure = structure._rebuild(**{k: t for k, (t, _) in structure._tensors().items()})
-    structure.smoothing = sx.Shannon()
+    tensors = {k: t for k, (t, _) in structure._tensors().items()}
+    structure = structure._rebuild(**tensors, smoothing=sx.Shannon())
     x = scale * randn(*structure.batch_shape, *structure.event_shape)
     graph = sx.FactorGraph()
     ids = graph.variables(x.requires_grad_(), batch_dims=len(structure.batch_shape))

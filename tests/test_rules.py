@@ -151,8 +151,8 @@ def answers(s: Any) -> dict[str, Tensor]:
 def test_answers_have_the_same_bits(kind: str, omega: Any, monkeypatch) -> None:
     s = STRUCTURES[kind](6, 3)
     lengths = torch.tensor([6, 1, 4])
-    s = s._rebuild(**{k: t for k, (t, _) in s._tensors().items()} | {"lengths": lengths})
-    s.smoothing = omega
+    tensors = {k: t for k, (t, _) in s._tensors().items()} | {"lengths": lengths}
+    s = s._rebuild(**tensors, smoothing=omega)
     listed, ruled = both(monkeypatch, lambda: answers(s.expand(s.batch_shape)))
     assert isinstance(lookup(s._forest_key()), RuledForest)
     for name, expected in listed.items():
@@ -187,8 +187,7 @@ def test_naive_engine_and_derivatives_beyond_write_the_lists_out(monkeypatch) ->
     assert torch.autograd.gradgradcheck(
         lambda x: s._rebuild(scores=x).log_partition(), s.scores.clone().requires_grad_()
     )
-    gini = s._rebuild(scores=s.scores)
-    gini.smoothing = sx.Gini(2.0)
+    gini = s._rebuild(scores=s.scores, smoothing=sx.Gini(2.0))
     z = gini.argmax()
     assert bool((gini.log_prob(z) <= 1e-9).all())
     assert next(iter(gini.ranked_support())).structure.shape == z.shape
@@ -335,7 +334,7 @@ def test_lists_too_long_are_refused_with_the_way_out(monkeypatch) -> None:
     assert s.log_partition().isfinite() and s.topk(2).exists.all()
     with sx.backend("naive"), pytest.raises(ValueError, match=r"edges=1350.*more than 100.* CPU"):
         s.expand(s.batch_shape).log_partition()
-    s.smoothing = sx.Gini()
+    s = s._rebuild(scores=s.scores, smoothing=sx.Gini())
     with pytest.raises(ValueError, match=r"edges=1350.*more than 100"):
         s.entropy()
     with pytest.raises(AttributeError, match="no attribute 'tails'"):

@@ -70,9 +70,11 @@ def test_bounds(name: str, omega: sx.Smoothing) -> None:
 
 
 def make_hard(s: sx.Structure) -> sx.Structure:
-    hard = s.expand(s.batch_shape)
-    hard.smoothing = sx.Hard()
-    return hard
+    return with_smoothing(s, sx.Hard())
+
+
+def with_smoothing(s: sx.Structure, omega: sx.Smoothing) -> sx.Structure:
+    return s._rebuild(**{name: t for name, (t, _) in s._tensors().items()}, smoothing=omega)
 
 
 @names
@@ -182,8 +184,7 @@ def test_less_smoothing_gives_the_hard_solution(name: str, kind) -> None:
     gap = (best.scores[..., 0] - rival).amin().clamp(max=1.0).item()
     previous = None
     for gamma in (1.0, 0.3, gap / 10, gap / 100):
-        soft = s.expand(s.batch_shape)
-        soft.smoothing = kind(gamma)
+        soft = with_smoothing(s, kind(gamma))
         value = soft.log_partition()
         assert previous is None or bool((value <= previous + 1e-9).all())
         previous = value

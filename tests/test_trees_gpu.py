@@ -261,8 +261,7 @@ def test_a_bad_score_anywhere_shows_in_the_value(kind: str) -> None:
             for item, cell in zip(half, cells.nonzero().tolist(), strict=True):
                 item[tuple(cell)] = bad
         with sx.backend("gpu"):
-            tree = make_tree(scores.to(DEVICE))
-            tree._unseen = False
+            tree = make_tree(scores.to(DEVICE))._trusted()
             assert not bool(tree.log_partition().isfinite().any())
 
 

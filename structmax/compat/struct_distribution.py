@@ -49,28 +49,17 @@ class StructDistribution(Distribution):
             )
         super().__init__(first.shape[:1], event, validate_args=False)
         self._set_lengths(lengths, first.device)
-        self._keep(self._structure(log_potentials), log_potentials)
+        self._structure(log_potentials)  # which validates them
 
     def _set_lengths(self, lengths: Any, device: torch.device) -> None:
         given = None if lengths is None else checks.lengths(type(self).__name__, lengths, device)
         self.lengths = None if given is None else given.to(device)
 
-    def _keep(self, structure: Structure, given: Tensor | Sequence[Tensor]) -> None:
-        """Keeps the structure of given tensors if nobody can ask for their gradients: otherwise
-        each query has a graph of its own, so that each can be gone through backward."""
-        given = [given] if isinstance(given, Tensor) else given
-        self._given, self._state = given, _state(given)
-        self._kept = None if self._state is None else structure
-
-    def _still_kept(self) -> Structure | None:
-        """What was kept, if nobody has changed the tensors since."""
-        return self._kept if _state(self._given) == self._state else None
-
     @property
     def structure(self) -> Any:
-        """The structure that answers."""
-        kept = self._still_kept()
-        return self._structure(self.log_potentials) if kept is None else kept
+        """The structure that answers: another one at each query, so that each has a graph of its
+        own, through which one can go backward."""
+        return self._structure(self.log_potentials)
 
     @abstractmethod
     def _structure(self, potentials: Any) -> Structure:
@@ -177,10 +166,3 @@ class StructDistribution(Distribution):
 def silent(potentials: Tensor) -> Tensor:
     """Zeros, but −inf where the potentials are, in float64: exact for counts below 2⁴⁵ or so."""
     return torch.where(potentials == -torch.inf, -torch.inf, 0.0).double()
-
-
-def _state(given: Sequence[Tensor]) -> list[int] | None:
-    """What changes when torch writes into tensors; None where gradients can be asked for."""
-    if any(t.requires_grad for t in given):
-        return None
-    return [0 if t.is_inference() else t._version for t in given]

@@ -135,7 +135,7 @@ class HMM(LinearChainCRF):
         self.transition, self.emission, self.init = transition, emission, init
         self.observations = observations
         self._set_lengths(lengths, observations.device)
-        self._keep(self._model(), [transition, emission, init, observations])
+        self._model()  # which validates them
 
     def _model(self) -> hmm.HMM:
         given = self.init, self.transition.mT, self.emission.mT, self.observations
@@ -144,8 +144,7 @@ class HMM(LinearChainCRF):
     @property
     def structure(self) -> Any:
         """The structure that answers."""
-        kept = self._still_kept()
-        return self._model() if kept is None else kept
+        return self._model()
 
     @property
     def log_potentials(self) -> Tensor:
@@ -204,7 +203,8 @@ class SemiMarkovCRF(StructDistribution):
             looked_at: dict[str, tuple[Tensor, Tensor | None]] = {
                 "log_potentials": (potentials, inside)
             }
-            checks.values("SemiMarkovCRF", looked_at, lengths, steps + 1)
+            sizes = {"lengths": checks.between(lengths, 1, steps + 1)}
+            checks.values("SemiMarkovCRF", looked_at, sizes)
         scores = torch.where(inside, potentials, 0.0)
         scores = pad(scores, (0, 0, 0, 0, 0, 0, 0, max(n - 1, 1) - steps)).flatten(1)
         forest = lookup(name_of("semi_markov_crf", (n, k, c)))
@@ -393,7 +393,7 @@ class SentCFG(StructDistribution):
     def marginals(self) -> tuple[Tensor, ...]:
         """The expected counts of terms, rules, roots and spans. Differentiable."""
         s = self.structure
-        value, found = s._cached()  # all of them from one pass
+        value, found = s._value_and_gradient()  # all of them from one pass
         z, roots, rules = (s._refuse_infeasible("marginals", value, mu).to(s.dtype) for mu in found)
         terms = z[..., s.N :].diagonal(dim1=1, dim2=2).mT
         return terms, rules, roots, _by_width(z[..., : s.N])

@@ -159,7 +159,7 @@ def grid(s: GridPath, weights: Tensor, tokens: Given, labels: Given, soft: bool)
 
 def route(s: Path, weights: Tensor, tokens: Given, labels: Given, soft: bool) -> Drawing:
     every = names(s._name, "tokens", tokens, s._graph.num_nodes)
-    useful = s._usable.reshape(-1).tolist()
+    useful = s._usable_parts().reshape(-1).tolist()
     edges = [(a, b, p) for (a, b), p, use in zip(s.edges.tolist(), weights.tolist(), useful) if use]
     there = {node for a, b, _ in edges for node in (a, b)} | {s.source}
     return graph_svg(every, edges, [v for v in s._graph.order.tolist() if v in there])

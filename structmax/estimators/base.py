@@ -256,7 +256,7 @@ class _Pulled(torch.autograd.Function):
             pairs = zip(tensors, how.needed, strict=False)
             leaves = [recordable(t).requires_grad_(needed) for t, needed in pairs]
             live = how.structure._rebuild(**dict(zip(how.names, leaves, strict=True)))
-            live._validate_args = False  # the structures that it is asked about are its own
+            live = live._trusted()  # the structures that it is asked about are its own
             usable = live._usable_parts() & (live.primary.detach() > -math.inf)
             g = torch.where(usable, recordable(g), 0.0)
             total = how.pullback(live, z, g, *tensors[count:]).sum()

@@ -136,8 +136,11 @@ class SoftDTW(torch.nn.Module):
             "SoftDTW", x=(x, 2), y=(y, 2), lengths_of_x=(pair[0], 0), lengths_of_y=(pair[1], 0)
         )
         if checks.can_look():
-            sides = {"x": (pair[0], 1, x.shape[-2]), "y": (pair[1], 1, y.shape[-2])}
-            checks.between("SoftDTW", "lengths of ", sides)
+            sides = {
+                "lengths of x": checks.between(pair[0], 1, x.shape[-2]),
+                "lengths of y": checks.between(pair[1], 1, y.shape[-2]),
+            }
+            checks.values("SoftDTW", {}, sides)
         return pair
 
     def _loss(self, x: Tensor, y: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:

@@ -42,6 +42,8 @@ class Target:
         """The distribution, if the target is one whose Ω is known."""
         self.means: tuple[Tensor, ...] = ()
         """Expected counts of the parts, for a soft target, primary first."""
+        self._moments: tuple[Tensor, tuple[Tensor, ...]]
+        """Value and gradient of ``law``."""
         self._seen = structure  # with parts like the means
         if isinstance(given, Structure):
             self._from_structure(given)
@@ -72,7 +74,7 @@ class Target:
             except RuntimeError:
                 raise self._wrong_batch(law.batch_shape) from None
         self.law, self._seen = law._aligned(structure)
-        value, mu = self.law._cached()
+        value, mu = self._moments = self.law._value_and_gradient()
         self.law._refuse_infeasible(f"marginals (as the target of {self.owner})", value, mu[0])
         self.means = mu
 
@@ -212,6 +214,8 @@ class Target:
         if law is None or law.smoothing.code[0] == HARD:
             return 0.0
         if kind == SHANNON:
+            if law._is_gibbs:
+                return -gamma * law._gibbs_cross_entropy(law, *self._moments)
             return -gamma * law.entropy()
         own_kind, own_gamma, own_alpha = law.smoothing.code
         if (kind, alpha) != (own_kind, own_alpha):
@@ -220,7 +224,7 @@ class Target:
                 f"{smoothing}; they may differ in gamma only. Its expected counts, such as "
                 "target.marginals(), give the same gradient."
             )
-        value, dims = law._cached()[0], len(self.structure.batch_shape)
+        value, dims = self._moments[0], len(self.structure.batch_shape)
         terms = [dot(p, m, p.dim() - dims) for p, m in zip(law._parts(), self.means, strict=True)]
         return (torch.stack(terms).sum(0) - value) * (gamma / own_gamma)
 

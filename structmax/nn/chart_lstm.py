@@ -28,7 +28,7 @@ def compose_chart(
     """
     n = leaves.shape[1]
     if lengths.device.type == "cpu" and checks.can_look():  # elsewhere a look makes a device wait
-        checks.values("compose_chart", {}, lengths, n)
+        checks.values("compose_chart", {}, {"lengths": checks.between(lengths, 1, n)})
     widths = [zero_padding(leaves, lengths)]  # widths[w]: spans of w + 1 leaves, (B, n − w, s)
     for w in range(1, n):
         starts = n - w

@@ -62,7 +62,7 @@ def _pack(owner: str, leaves: Tensor, lengths: Tensor | Sequence[int]) -> Packed
     lengths = checks.lengths(owner, lengths, leaves.device)
     sizes = lengths.cpu()
     if checks.can_look():
-        checks.values(owner, {}, sizes, leaves.shape[1])
+        checks.values(owner, {}, {"lengths": checks.between(sizes, 1, leaves.shape[1])})
     inputs = zero_padding(leaves, lengths)
     return pack_padded_sequence(inputs, sizes, batch_first=True, enforce_sorted=False)
 

@@ -295,8 +295,11 @@ class Pair(DynamicStructure):
         self.scores, self.both = scores, both
         batch = checks.batch_shape("Pair", **self._tensors())
         super().__init__(batch, (2,), smoothing, validate_args)
-        if self._validate_args and checks.can_look():
-            checks.values("Pair", {"scores": (scores, None), "both": (both, None)})
+
+    _additional = ("both",)
+
+    def _given_scores(self) -> dict[str, tuple[Tensor, checks.Mask]]:
+        return {"scores": (self.scores, None), "both": (self.both, None)}
 
     def _tensors(self) -> dict[str, tuple[Tensor, int]]:
         return {"scores": (self.scores, 1), "both": (self.both, 0)}
@@ -304,7 +307,7 @@ class Pair(DynamicStructure):
     def _options(self) -> dict[str, Any]:
         return {}
 
-    def _parts(self) -> tuple[Tensor, ...]:
+    def _unvalidated_parts(self) -> tuple[Tensor, ...]:
         dtype = torch.promote_types(self.scores.dtype, torch.float32)
         both = self.both.to(dtype)[..., None]
         return self.scores.to(dtype).expand(*self.batch_shape, 2), both.expand(*self.batch_shape, 1)
@@ -315,14 +318,8 @@ class Pair(DynamicStructure):
     def _goal(self) -> Tensor:
         return full(self.batch_shape, 2, self.scores.device, torch.int32)
 
-    def _replace_primary(self, scores: Tensor) -> Pair:
-        return self._rebuild(scores=scores, both=self.both)
-
-    def _with_gains(self, gains: Tensor) -> Pair:
-        new: Pair = super()._with_gains(gains)
-        return new._rebuild(
-            scores=new.scores, both=torch.where(self.both == -math.inf, -math.inf, 0.0)
-        )
+    def _replace_primary(self, scores: Tensor, **others: Tensor) -> Pair:
+        return self._rebuild(**{"both": self.both, **others, "scores": scores})
 
     def enumerate_support(self, expand: bool = True) -> Tensor:
         every = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]], device=self.scores.device)

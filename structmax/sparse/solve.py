@@ -17,7 +17,6 @@ O(KD + K²) for K active structures and D parts. It is constant as long as the f
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 import math
@@ -357,8 +356,7 @@ class _StructureOracle:
     left = math.inf
 
     def __init__(self, structure: PartStructure) -> None:
-        self.structure = copy.copy(structure)
-        self.structure._validate_args = False  # the scores were looked at; nobody waits for them
+        self.structure = structure._trusted()  # the scores are valid; nobody waits for them
         batch = len(structure.batch_shape)
         self.events = [p.shape[batch:] for p in structure._parts()]
 

@@ -162,10 +162,7 @@ class Alignment(TwoSided, DynamicStructure):
                 )
         checks.same_device("Alignment", **{name: t for name, (t, _) in self._tensors().items()})
         batch = checks.batch_shape("Alignment", **self._tensors())
-        self._lengths_are_good = lengths is None
         super().__init__(batch, (n, m), smoothing, validate_args)
-        if self._validate_args and checks.can_look():
-            self._check_values()
 
     def _pair(self, lengths: Any) -> list[Tensor]:
         if not isinstance(lengths, tuple | list) or len(lengths) != 2:
@@ -205,21 +202,15 @@ class Alignment(TwoSided, DynamicStructure):
             raise ValueError(f"Alignment: band must be an integer of at least 0, got {band!r}.")
         self.band = band
 
-    def _check_values(self) -> None:
-        n, m = self.scores.shape[-2:]
-        if self.rows is not None and self.columns is not None:
-            sides = {"rows": (self.rows, 1, n), "columns": (self.columns, 1, m)}
-            checks.between("Alignment", "lengths of ", sides)
-            self._lengths_are_good = True
-        looked_at: dict[str, tuple[Tensor, Tensor | None]]
-        looked_at = {"scores": (self.scores, self._allowed())}
+    def _given_scores(self) -> dict[str, tuple[Tensor, checks.Mask]]:
+        given: dict[str, tuple[Tensor, checks.Mask]]
+        given = {"scores": (self.scores, self._usable_parts)}
         if self.moves is not None:
-            looked_at["moves"] = (self.moves, self._passable())
+            given["moves"] = (self.moves, self._passable)
         if self.deletion is not None and self.insertion is not None:
-            row, column = self._inside()
-            looked_at["gap of rows"] = (self.deletion, row)
-            looked_at["gap of columns"] = (self.insertion, column)
-        checks.values("Alignment", looked_at)
+            given["gap of rows"] = (self.deletion, lambda: self._inside()[0])
+            given["gap of columns"] = (self.insertion, lambda: self._inside()[1])
+        return given
 
     def _tensors(self) -> dict[str, tuple[Tensor, int]]:
         dims = {"scores": 2, "moves": 3, "deletion": 1, "insertion": 1, "rows": 0, "columns": 0}
@@ -268,7 +259,7 @@ class Alignment(TwoSided, DynamicStructure):
             [allowed & pad(allowed, (right, -right, down, -down)) for down, right in STEPS], -1
         )
 
-    def _parts(self) -> tuple[Tensor, ...]:
+    def _unvalidated_parts(self) -> tuple[Tensor, ...]:
         given = {name: t for name, (t, _) in self._tensors().items() if t.is_floating_point()}
         dtype = torch.float32
         for t in given.values():
@@ -276,10 +267,7 @@ class Alignment(TwoSided, DynamicStructure):
         n, m = self.event_shape
         events = {"scores": (n, m), "moves": (n, m, 3), "deletion": (n,), "insertion": (m,)}
         parts = [t.to(dtype).expand(*self.batch_shape, *events[name]) for name, t in given.items()]
-        if not self._lengths_are_good:  # nobody looked at them: a wrong one gives NaN
-            assert self.rows is not None and self.columns is not None
-            bad = (self.rows < 1) | (self.rows > n) | (self.columns < 1) | (self.columns > m)
-            parts[0] = parts[0] + torch.where(bad, math.nan, 0.0).to(dtype)[..., None, None]
+        parts[0] = self._nan_where_wrong(parts[0])
         return tuple(parts)
 
     def _allowed_parts(self) -> tuple[Tensor, ...]:
@@ -339,19 +327,14 @@ class Alignment(TwoSided, DynamicStructure):
 
     def _usable_parts(self) -> Tensor:
         allowed = self._allowed()
-        return super()._usable_parts() if allowed is None else allowed
+        if allowed is None:
+            return torch.ones((), dtype=torch.bool, device=self.scores.device)
+        return allowed
 
-    def _replace_primary(self, scores: Tensor) -> Alignment:
-        return self._with(scores=scores)
+    def _replace_primary(self, scores: Tensor, **others: Tensor) -> Alignment:
+        return self._with(**{**others, "scores": scores})
 
-    def _with_gains(self, gains: Tensor) -> DynamicStructure:
-        others = {n: t for n, (t, _) in self._tensors().items() if n != "scores"}
-        silent = {
-            name: torch.where(t == -math.inf, -math.inf, 0.0).to(gains.dtype)
-            for name, t in others.items()
-            if t.is_floating_point()
-        }
-        return super(Alignment, self._with(**silent))._with_gains(gains)
+    _additional = ("moves", "deletion", "insertion")
 
     # -- dense kernels ----------------------------------------------------------------------------
 
@@ -415,7 +398,7 @@ class Alignment(TwoSided, DynamicStructure):
                 "everything follows from marginals(): row i has no match with probability "
                 "1 - marginals().sum(-1)[..., i]."
             )
-        value, mu = self._with_moves()._cached()
+        value, mu = self._with_moves()._value_and_gradient()
         return self._refuse_infeasible("edge_marginals", value, mu[1]).to(self.dtype)
 
     def _aligned(self, q: Structure) -> tuple[DynamicStructure, DynamicStructure]:

@@ -148,14 +148,11 @@ class Assignment(TwoSided, DynamicStructure):
             self.rows, self.columns = self._pair(lengths)
         checks.same_device("Assignment", **{name: t for name, (t, _) in self._tensors().items()})
         batch = checks.batch_shape("Assignment", **self._tensors())
-        self._lengths_are_good = lengths is None
         super().__init__(batch, scores.shape[-2:], smoothing, validate_args)
         if self.smoothing.code[0] != SHANNON:
             raise ValueError(
                 f"Assignment: smoothing must be sx.Shannon(temperature), got {self.smoothing}."
             )
-        if self._validate_args and checks.can_look():
-            self._check_values()
 
     def _pair(self, lengths: Any) -> list[Tensor]:
         if not isinstance(lengths, tuple | list) or len(lengths) != 2:
@@ -165,14 +162,8 @@ class Assignment(TwoSided, DynamicStructure):
             )
         return [checks.lengths("Assignment", given, self.scores.device) for given in lengths]
 
-    def _check_values(self) -> None:
-        n, m = self.scores.shape[-2:]
-        if self.rows is not None and self.columns is not None:
-            sides = {"rows": (self.rows, 1, n), "columns": (self.columns, 1, m)}
-            checks.between("Assignment", "lengths of ", sides)
-            self._lengths_are_good = True
-        inside = None if self.rows is None else self._inside()
-        checks.values("Assignment", {"scores": (self.scores, inside)})
+    def _given_scores(self) -> dict[str, tuple[Tensor, checks.Mask]]:
+        return {"scores": (self.scores, None if self.rows is None else self._inside)}
 
     def _tensors(self) -> dict[str, tuple[Tensor, int]]:
         given = {"scores": (self.scores, 2), "rows": (self.rows, 0), "columns": (self.columns, 0)}
@@ -193,15 +184,10 @@ class Assignment(TwoSided, DynamicStructure):
         )
         return row[..., :, None] & column[..., None, :]
 
-    def _parts(self) -> tuple[Tensor, ...]:
+    def _unvalidated_parts(self) -> tuple[Tensor, ...]:
         n, m = self.event_shape
         scores = self.scores.float() if self.scores.dtype.itemsize < 4 else self.scores
-        scores = scores.expand(*self.batch_shape, n, m)
-        if not self._lengths_are_good:  # nobody looked at them: a wrong one gives NaN
-            assert self.rows is not None and self.columns is not None
-            bad = (self.rows < 1) | (self.rows > n) | (self.columns < 1) | (self.columns > m)
-            scores = scores + torch.where(bad, math.nan, 0.0).to(scores)[..., None, None]
-        return (scores,)
+        return (self._nan_where_wrong(scores.expand(*self.batch_shape, n, m)),)
 
     # -- exact sums, for small sizes --------------------------------------------------------------
 
@@ -275,7 +261,7 @@ class Assignment(TwoSided, DynamicStructure):
     def _usable_parts(self) -> Tensor:
         return self._inside()
 
-    def _replace_primary(self, scores: Tensor) -> Assignment:
+    def _replace_primary(self, scores: Tensor, **others: Tensor) -> Assignment:
         tensors = {name: t for name, (t, _) in self._tensors().items()}
         return self._rebuild(**{**tensors, "scores": scores})
 
@@ -316,7 +302,7 @@ class Assignment(TwoSided, DynamicStructure):
     def max_marginals(self) -> Tensor:
         scores = torch.where(self._inside(), self._parts()[0].detach(), 0.0)
         best = oracle.max_marginals(scores, *self._sizes())[0]
-        bad = scores.isnan().flatten(-2).any(-1)  # where nobody looked
+        bad = scores.isnan().flatten(-2).any(-1)  # of values that were not validated
         return torch.where(bad[..., None, None], math.nan, best)
 
     # -- relaxations ------------------------------------------------------------------------------

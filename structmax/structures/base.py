@@ -7,11 +7,13 @@ engine answers for it. What can be derived from other answers is written here, o
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Self
 
@@ -21,6 +23,7 @@ from torch.distributions import Distribution
 from torch.distributions.kl import register_kl
 
 from structmax import checks
+from structmax.primitive import backend_for
 from structmax.smoothing import ALPHAS, TSALLIS, Shannon, Smoothing, from_code
 from structmax.tracing import (
     fix_sizes,
@@ -174,6 +177,14 @@ class Structure(Distribution):
         # not torch's default: torch.compile, anywhere in the process, turns that one off
         self._validate_args = validate_args is None or bool(validate_args)
         self._validate_args = self._validate_args and has_values(self._first)
+        scores, integers = [], []
+        for t, _ in self._tensors().values():
+            if t.is_floating_point():
+                scores.append(t)
+            elif t.dtype != torch.bool:
+                integers.append(t)
+        self._score_tensors, self._integer_tensors = scores, integers
+        self._record = checks.Record()
 
     def _check_room(self, sizes: Sequence[int]) -> None:
         """There is memory for a chart of these sizes an item: scores, values and gradients."""
@@ -194,6 +205,82 @@ class Structure(Distribution):
     @abstractmethod
     def _options(self) -> dict[str, Any]:
         """The constructor's other arguments."""
+
+    def _given_integers(self) -> Mapping[str, checks.Integers]:
+        """The integer tensors by the name that errors give them, and what is wrong with them."""
+        return {}
+
+    def _given_scores(self) -> Mapping[str, tuple[Tensor, checks.Mask]]:
+        """The scores by the name that errors give them, each with a mask of those that count."""
+        return {}
+
+    _validates_late = False
+    """Whether the scores are left to the first query on a GPU, where validating them takes as long
+    as a kernel that reads them, and waits for it."""
+
+    # -- validation -------------------------------------------------------------------------------
+
+    def _validate(self, late: bool = False) -> None:
+        """Validates what was not validated yet, or was written into since, if it may be read.
+
+        Whatever reads the tensors of the structure calls this before. With ``late``, the scores are
+        left to the caller where the structure validates them late.
+        """
+        if not self._validate_args or torch.compiler.is_compiling():
+            return
+        valid = self._record.covers(self._integer_tensors)
+        scored = self._record.covers(self._score_tensors)
+        if (valid and scored) or not checks.can_look():
+            return
+        late = late and self._validates_late and backend_for(self._first) == "gpu"
+        integers = {} if valid else self._given_integers()
+        checks.values(self._name, {} if scored or late else self._given_scores(), integers)
+        self._record.add(self._integer_tensors)
+        if not late:
+            self._record.add(self._score_tensors)
+
+    def _validate_integers(self) -> None:
+        """``_validate`` without the scores, for those who read integers only. It leaves inference
+        tensors, which would be validated at each reading, to ``_validate``."""
+        known = not self._validate_args or self._is_valid or not checks.can_look()
+        if known or any(t.is_inference() for t in self._integer_tensors):
+            return
+        checks.values(self._name, {}, self._given_integers())
+        self._record.add(self._integer_tensors)
+
+    @property
+    def _is_valid(self) -> bool:
+        """Whether the integers were validated; where not, the impossible ones must give NaN."""
+        if not self._integer_tensors:
+            return True
+        return not checks.is_repeated() and self._record.covers(self._integer_tensors)
+
+    def _wrong_items(self) -> Tensor | None:
+        """Which items have an impossible integer, ``(*batch)``; None if all were validated."""
+        if self._is_valid:
+            return None
+        wrong = torch.zeros(self.batch_shape, dtype=torch.bool, device=self._first.device)
+        for given in self._given_integers().values():
+            wrong = wrong | (
+                given.wrong.flatten(-given.dims).any(-1) if given.dims else given.wrong
+            )
+        return wrong
+
+    def _nan_where_wrong(self, scores: Tensor) -> Tensor:
+        """Scores ``(*batch, ...)``, NaN for the items that have an impossible integer."""
+        wrong = self._wrong_items()
+        if wrong is None:
+            return scores
+        nan = torch.where(wrong, math.nan, 0.0).to(scores.dtype)
+        return scores + nan[(..., *[None] * (scores.dim() - wrong.dim()))]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_is_made" in self.__dict__ and name != "__class__":
+            raise AttributeError(
+                f"{self._name}: {name} cannot be set, since a structure stays as it was made. Make "
+                "another one: by the constructor, or by perturb, condition, to, expand or indexing."
+            )
+        object.__setattr__(self, name, value)
 
     # -- queries ----------------------------------------------------------------------------------
 
@@ -374,6 +461,9 @@ class Structure(Distribution):
         """H(p) = −E log p, ``(*batch)``."""
         return self.cross_entropy(self)
 
+    def _kl(self, q: Structure) -> Tensor:
+        return self.cross_entropy(q) - self.entropy()
+
     def expected_cost(self, part_costs: Tensor) -> Tensor:
         """E ⟨costs, z⟩ for costs that broadcast to ``(*batch, *parts)``, ``(*batch)``.
         Differentiable; further dimensions of the costs come first.
@@ -437,6 +527,7 @@ class Structure(Distribution):
         """z as an indicator whose batch broadcasts with this one's, checked."""
         if not isinstance(z, Tensor) or not (z.is_floating_point() or z.dtype == torch.bool):
             z = self.encode(z)
+        self._validate(late=True)
         event = len(self.event_shape)
         if z.shape[z.dim() - event :] != self.event_shape:
             raise ValueError(
@@ -496,8 +587,26 @@ class Structure(Distribution):
 
     def _rebuild(self, **tensors: Tensor | None) -> Self:
         options = {**self._options(), "smoothing": self.smoothing, "validate_args": False}
-        new = type(self)(**{**options, **tensors})
-        new._validate_args = self._validate_args
+        return self._vouch_for(type(self)(**{**options, **tensors}))
+
+    def _trusted(self) -> Self:
+        """The same structure, as valid as it is now, which nobody validates any more."""
+        new = copy.copy(self)
+        object.__setattr__(new, "_validate_args", False)
+        return new
+
+    def _vouch_for(self, new: Any) -> Any:
+        """A structure of validated tensors of this one, or of what was computed from them: as valid
+        as this one, without being read."""
+        self._validate()
+        object.__setattr__(new, "_validate_args", self._validate_args)
+        if checks.is_repeated():
+            return new
+        known = len(self._integer_tensors) == len(new._integer_tensors)
+        if known and self._record.covers(self._integer_tensors):
+            new._record.add(new._integer_tensors)
+        if self._record.covers(self._score_tensors):
+            new._record.add(new._score_tensors)
         return new
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
@@ -576,12 +685,15 @@ class Structure(Distribution):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Queries that are not in ``queries`` raise, whatever the class inherits; those that read
-        values raise where there are none to read."""
+        values raise where there are none to read. After its constructor nothing can be set, and
+        values are valid."""
         super().__init_subclass__(**kwargs)
         for method in cls.reads_values & vars(cls).keys():
             setattr(cls, method, _reading_values(vars(cls)[method]))
         for query in Structure.queries - cls.queries:
             setattr(cls, query, _refusal(query))
+        if "__init__" in cls.__dict__:
+            setattr(cls, "__init__", _finished(cls.__dict__["__init__"]))  # noqa: B010
 
     def _intractable(self, query: str) -> IntractableError:
         advice = self.instead.get(query, "Use another structure.")
@@ -619,10 +731,23 @@ def _refusal(query: str) -> Callable[..., NoReturn]:
     return refuse
 
 
+def _finished(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor that, of the class of the object, validates and closes what it made."""
+
+    @wraps(init)
+    def make(self: Structure, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if type(self).__init__ is make:
+            self._validate(late=True)
+            object.__setattr__(self, "_is_made", True)
+
+    return make
+
+
 @register_kl(Structure, Structure)
 def _kl(p: Structure, q: Structure) -> Tensor:
     """KL(p ‖ q) = cross-entropy − entropy, ``(*batch)``; +inf where q forbids what p uses."""
-    return p.cross_entropy(q) - p.entropy()
+    return p._kl(q)
 
 
 def uniform(size: Sequence[int], device: torch.device, generator: torch.Generator | None) -> Tensor:

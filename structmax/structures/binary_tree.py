@@ -101,8 +101,6 @@ class BinaryTree(PackedSquare):
         validate_args: bool | None = None,
     ) -> None:
         super().__init__(scores, lengths, labelled, smoothing, validate_args)
-        if self._validate_args and checks.can_look():
-            self._first_look()
 
     _trees = "BinaryTree"
 

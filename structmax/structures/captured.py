@@ -90,7 +90,6 @@ def _record(s: Incremental, search: Callable[[Any], Built], size: Any, pool: Any
     inputs = s.inputs.new_zeros(*size, *s.inputs.shape[2:], requires_grad=False)
     lengths = torch.ones(size[0], dtype=torch.int64, device=inputs.device)
     twin: Any = type(s)(s.policy, inputs, lengths, validate_args=False)
-    twin._shortest, twin._longest = 1, size[1]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         built = search(twin)

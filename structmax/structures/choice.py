@@ -50,8 +50,9 @@ class Choice(DynamicStructure):
         checks.scores("Choice", "scores", scores, 1, "(..., n) with n at least 1")
         self.scores = scores
         super().__init__(scores.shape[:-1], scores.shape[-1:], smoothing, validate_args)
-        if self._validate_args and checks.can_look():
-            checks.values("Choice", {"scores": (scores, None)})
+
+    def _given_scores(self) -> dict[str, tuple[Tensor, checks.Mask]]:
+        return {"scores": (self.scores, None)}
 
     def _tensors(self) -> dict[str, tuple[Tensor, int]]:
         return {"scores": (self.scores, 1)}
@@ -59,7 +60,7 @@ class Choice(DynamicStructure):
     def _options(self) -> dict[str, Any]:
         return {}
 
-    def _parts(self) -> tuple[Tensor, ...]:
+    def _unvalidated_parts(self) -> tuple[Tensor, ...]:
         scores = self.scores
         return (scores.float() if scores.dtype.itemsize < 4 else scores,)
 
@@ -72,7 +73,7 @@ class Choice(DynamicStructure):
     def _derivation_size(self) -> int:
         return 1
 
-    def _replace_primary(self, scores: Tensor) -> Choice:
+    def _replace_primary(self, scores: Tensor, **others: Tensor) -> Choice:
         return self._rebuild(scores=scores)
 
     _local_groups = (-1,)

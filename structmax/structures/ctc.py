@@ -14,7 +14,6 @@ from structmax import checks
 from structmax.forest.ctc import ops as dense
 from structmax.forest.ctc.naive import repeats, symbols_of, used, wrong_targets
 from structmax.forest.topology import Forest, ForestBuilder, bucket, family, name_of
-from structmax.primitive import backend_for
 from structmax.smoothing import Shannon, Smoothing
 from structmax.structures.base import Structure
 from structmax.structures.dynamic import DynamicStructure
@@ -139,35 +138,35 @@ class CTC(DynamicStructure):
         if targets.dim() == 1 and log_probs.dim() > 2 and counts is not None and counts.dim():
             self.targets = _split(targets, counts, validate_args is None or bool(validate_args))
         batch = checks.batch_shape("CTC", **self._tensors())
-        self._is_good = False
         super().__init__(batch, (frames, symbols), smoothing, validate_args)
         self._check_room((frames, 2 * self.targets.shape[-1] + 1))
-        if self._validate_args and checks.can_look():
-            self._check_values()
-            self._is_good = True
 
-    def _check_values(self) -> None:
-        if backend_for(self.log_probs) == "gpu" and self._is_dense and self._looks_good():
-            return
-        given = {
+    def _given_integers(self) -> dict[str, checks.Integers]:
+        limits = {
             "input_lengths": (self.input_lengths, 1, self.event_shape[0]),
             "target_lengths": (self.target_lengths, 0, self.targets.shape[-1]),
         }
-        there = {name: (t, low, high) for name, (t, low, high) in given.items() if t is not None}
-        if there:
-            checks.between("CTC", "", there)
+        given = {
+            name: checks.between(t.expand(self.batch_shape), low, high)
+            for name, (t, low, high) in limits.items()
+            if t is not None
+        }
+        wanted = f"between 0 and {self.event_shape[1] - 1} and not blank ({self.blank})"
         wrong = self._wrong_targets()
-        if bool(wrong.any()):
-            where = tuple(wrong.nonzero()[0].tolist())
-            got = int(self.targets.expand(wrong.shape)[where])
-            raise ValueError(
-                f"CTC: targets must be between 0 and {self.event_shape[1] - 1} and not blank "
-                f"({self.blank}), got {got} at {list(where)}."
-            )
-        looked_at = self.log_probs.expand(*self.batch_shape, *self.event_shape)
-        checks.values("CTC", {"log_probs": (looked_at, self._usable_parts)})
+        return {**given, "targets": checks.Integers(self.targets, wrong, wanted, dims=1)}
 
-    def _looks_good(self) -> bool:
+    def _given_scores(self) -> dict[str, tuple[Tensor, checks.Mask]]:
+        scores = self.log_probs.expand(*self.batch_shape, *self.event_shape)
+        return {"log_probs": (scores, self._usable_parts)}
+
+    def _validate(self, late: bool = False) -> None:
+        tensors = [*self._integer_tensors, *self._score_tensors]
+        on_gpu = self._validate_args and self.log_probs.is_cuda and checks.can_look()
+        if on_gpu and not self._record.covers(tensors) and self._is_dense and self._all_good():
+            self._record.add(tensors)
+        super()._validate(late)
+
+    def _all_good(self) -> bool:
         """Whether no number is wrong, padding included: few launches and one synchronisation."""
         if not self.log_probs.numel():
             return True
@@ -186,7 +185,7 @@ class CTC(DynamicStructure):
     # -- states -----------------------------------------------------------------------------------
 
     def _sizes(self) -> tuple[Tensor, Tensor]:
-        """Frames and symbols of each item, ``(*B)`` each, made possible if nobody looked."""
+        """Frames and symbols of each item, ``(*B)`` each; impossible ones are cut."""
         out = []
         most = (self.event_shape[0], self.targets.shape[-1])
         for given, low, high in zip((self.input_lengths, self.target_lengths), (1, 0), most):
@@ -233,19 +232,12 @@ class CTC(DynamicStructure):
 
     def _scores(self) -> Tensor:
         """``(*B, T, V)``, float32 or float64."""
+        self._validate(late=True)
         dtype = torch.promote_types(self.log_probs.dtype, torch.float32)
         return self.log_probs.to(dtype).expand(*self.batch_shape, *self.event_shape)
 
-    def _parts(self) -> tuple[Tensor, ...]:
-        scores = self._scores()
-        if not self._is_good:  # nobody looked: what is wrong gives NaN
-            bad = self._wrong_targets().any(-1)
-            frames, count = self._sizes()
-            for given, size in ((self.input_lengths, frames), (self.target_lengths, count)):
-                if given is not None:
-                    bad = bad | (given != size)
-            scores = scores + torch.where(bad, math.nan, 0.0).to(scores.dtype)[..., None, None]
-        return (scores,)
+    def _unvalidated_parts(self) -> tuple[Tensor, ...]:
+        return (self._nan_where_wrong(self._scores()),)
 
     def _pack(self, parts: Any) -> Tensor:
         (scores,) = parts
@@ -320,7 +312,7 @@ class CTC(DynamicStructure):
         whole = used.new_zeros(*self.batch_shape, *self.event_shape)
         return whole.scatter_reduce(-1, index, used, "amax") > 0
 
-    def _replace_primary(self, scores: Tensor) -> CTC:
+    def _replace_primary(self, scores: Tensor, **others: Tensor) -> CTC:
         tensors = {name: t for name, (t, _) in self._tensors().items()}
         return self._rebuild(**{**tensors, "log_probs": scores})
 
@@ -343,6 +335,7 @@ class CTC(DynamicStructure):
     # -- symbols ----------------------------------------------------------------------------------
 
     def enumerate_support(self, expand: bool = True) -> Tensor:
+        self._validate_integers()
         sizes = torch.cat([torch.stack(self._sizes(), -1), self._symbols()], -1)
         sizes = sizes.reshape(-1, sizes.shape[-1]).unique(dim=0).tolist()
         if len(sizes) > 1:
@@ -381,6 +374,7 @@ class CTC(DynamicStructure):
 
     def encode(self, obj: Any) -> Tensor:
         """z of symbols: a tensor ``(*B, T)``, or lists of symbols, ragged or not."""
+        self._validate_integers()
         frames, symbols = self.event_shape
         if not isinstance(obj, Tensor):
             rows, shape = unnest("CTC", obj, 1, len(self.batch_shape))

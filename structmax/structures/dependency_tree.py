@@ -83,6 +83,7 @@ class DependencyTree(SquareStructure):
     """
 
     _border = 1
+    _additional = ("siblings",)
     _sides = "n+1, n+1"
     _hint = " Did you forget the root column?"
 
@@ -124,8 +125,6 @@ class DependencyTree(SquareStructure):
                 f"DependencyTree: siblings must be (..., {s}, {s}, {s}) to match scores "
                 f"{tuple(scores.shape)}, got {tuple(siblings.shape)}."
             )
-        if self._validate_args and checks.can_look():
-            self._first_look()
 
     __signature__ = signature_of(__init__)
 
@@ -149,8 +148,8 @@ class DependencyTree(SquareStructure):
         last = self._lengths()[..., None, None]
         return used & (head <= last) & (modifier <= last)
 
-    def _looked_at(self) -> dict[str, tuple[Tensor, checks.Mask]]:
-        given = super()._looked_at()
+    def _given_scores(self) -> dict[str, tuple[Tensor, checks.Mask]]:
+        given = super()._given_scores()
         if self.siblings is not None:
             given["siblings"] = self.siblings, self._used_siblings
         return given

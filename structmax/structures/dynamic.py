@@ -206,7 +206,7 @@ class DynamicStructure(PartStructure):
     def cross_entropy(self, q: Structure) -> Tensor:
         p, q = self._aligned(q)
         if q._is_gibbs:
-            return p._gibbs_cross_entropy(q)
+            return p._gibbs_cross_entropy(q, *p._value_and_gradient())
         key = p._forest_key()
         batch_shape = torch.broadcast_shapes(p.batch_shape, q.batch_shape)
         same, shape = q is p, (batch_shape.numel(), num_edges(key))

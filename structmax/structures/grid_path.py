@@ -105,13 +105,11 @@ class GridPath(DynamicStructure):
         self.scores, self.moves, self.neighbours = scores, moves, neighbours
         self._blocked = _blocked  # (*B, h−1, w−1): diagonal moves that a condition forbids
         super().__init__(scores.shape[:-2], scores.shape[-2:], smoothing, validate_args)
-        if self._validate_args and checks.can_look():
-            self._check_values()
 
     __signature__ = signature_of(__init__)
 
-    def _check_values(self) -> None:
-        checks.values("GridPath", {"scores": (self.scores, None)})
+    def _given_scores(self) -> dict[str, tuple[Tensor, checks.Mask]]:
+        return {"scores": (self.scores, None)}
 
     @property
     def _name(self) -> str:
@@ -124,7 +122,7 @@ class GridPath(DynamicStructure):
     def _options(self) -> dict[str, Any]:
         return {"moves": self.moves, "neighbours": self.neighbours}
 
-    def _parts(self) -> tuple[Tensor, ...]:
+    def _unvalidated_parts(self) -> tuple[Tensor, ...]:
         scores = self.scores.float() if self.scores.dtype.itemsize < 4 else self.scores
         h, w = self.event_shape
         if self.neighbours == 4:
@@ -144,8 +142,8 @@ class GridPath(DynamicStructure):
     def _derivation_size(self) -> int:
         return sum(self.event_shape) - 1
 
-    def _replace_primary(self, scores: Tensor) -> Self:
-        return self._rebuild(scores=scores, _blocked=self._blocked)
+    def _replace_primary(self, scores: Tensor, **others: Tensor) -> Self:
+        return self._rebuild(**{"_blocked": self._blocked, **others, "scores": scores})
 
     def condition(self, include: Tensor | None = None, exclude: Tensor | None = None) -> Self:
         """The same grid with some cells forced in and some out.
@@ -155,11 +153,12 @@ class GridPath(DynamicStructure):
         """
         new = super().condition(include, exclude)
         assert isinstance(new, type(self))
-        if include is not None and self.neighbours == 8:
-            include = include.expand(*self.batch_shape, *self.event_shape)
-            jumped = include[..., 1:, :-1] | include[..., :-1, 1:]
-            new._blocked = jumped if self._blocked is None else jumped | self._blocked
-        return new
+        if include is None or self.neighbours == 4:
+            return new
+        include = include.expand(*self.batch_shape, *self.event_shape)
+        jumped = include[..., 1:, :-1] | include[..., :-1, 1:]
+        jumped = jumped if self._blocked is None else jumped | self._blocked
+        return new._replace_primary(new.scores, _blocked=jumped)
 
     def _incompatible(self, include: Tensor) -> Tensor:
         """Cells that lie both below and to the left of an included one, or above and right."""
@@ -280,8 +279,14 @@ class FreeGridPath(GridPath):
         'Use moves="monotone", or an estimator that asks for argmax only.',
     )
 
-    def _check_values(self) -> None:
-        super()._check_values()
+    def _validate(self, late: bool = False) -> None:
+        if not self._record.covers(self._score_tensors):
+            self._refuse_positive()
+        super()._validate(late)
+
+    def _refuse_positive(self) -> None:
+        if not (self._validate_args and checks.can_look()):
+            return
         positive = self.scores > 0
         if bool(positive.any()):
             where = tuple(positive.nonzero()[0].tolist())
@@ -302,8 +307,7 @@ class FreeGridPath(GridPath):
 
     def _with_gains(self, gains: Tensor) -> Self:
         new: Self = super()._with_gains(gains)
-        if self._validate_args and checks.can_look():
-            new._check_values()
+        new._refuse_positive()
         return new
 
     def _incompatible(self, include: Tensor) -> Tensor:
@@ -323,9 +327,8 @@ class FreeGridPath(GridPath):
 
         Noise is cut off with it, so estimators that perturb the scores have a bias here.
         """
-        new = super().perturb(delta)
-        new.scores = new.scores.clamp(max=0.0)
-        return new
+        new: Self = super().perturb(delta)
+        return new._replace_primary(new.scores.clamp(max=0.0))
 
     def _in_order(self, z: Tensor) -> list[Cell]:
         cells = int(z.sum())

@@ -52,7 +52,7 @@ class HMM(LinearChain):
     ) -> None:
         checks.scores("HMM", "initial", initial, 1, "(..., c)")
         checks.scores("HMM", "emission", emission, 2, "(..., c, V)")
-        c, symbols = emission.shape[-2:]
+        c = emission.shape[-2]
         if initial.shape[-1] != c:
             raise ValueError(
                 f"HMM: initial must be (..., {c}) to match emission {tuple(emission.shape)}, "
@@ -84,21 +84,18 @@ class HMM(LinearChain):
         self._whole = (*batch, n, c)
         if transition.dim() > 2:
             transition = transition.expand(*batch, c, c)
-        if lengths is not None:
-            lengths = checks.lengths("HMM", lengths, emission.device)
-        if (validate_args is None or validate_args) and checks.can_look():
-            wrong = self._unknown().expand(*batch, n)
-            if lengths is not None:
-                wrong = wrong & (torch.arange(n, device=wrong.device) < lengths[..., None])
-            if bool(wrong.any()):
-                where = tuple(wrong.nonzero()[0].tolist())
-                raise ValueError(
-                    f"HMM: observations must be between 0 and {symbols - 1}; "
-                    f"observations{list(where)} is not."
-                )
         super().__init__(
             self.unary, transition, initial, None, lengths, smoothing, validate_args
         )  # fmt: skip
+
+    def _given_integers(self) -> dict[str, checks.Integers]:
+        symbols, n = self.emission.shape[-1], self.observations.shape[-1]
+        position = torch.arange(n, device=self.observations.device)
+        inside = position < self._possible_lengths()[..., None]
+        wrong = self._unknown().expand(*self.batch_shape, n) & inside
+        wanted = f"between 0 and {symbols - 1}"
+        observations = checks.Integers(self.observations, wrong, wanted, dims=1)
+        return {**super()._given_integers(), "observations": observations}
 
     def _unknown(self) -> Tensor:
         """Which observations are no symbols, ``(*B, n)``."""
@@ -117,8 +114,7 @@ class HMM(LinearChain):
 
     @unary.setter
     def unary(self, scores: Tensor) -> None:
-        if "transition" in self.__dict__:  # a chain's constructor would keep what it is given
-            raise AttributeError("HMM: unary is emission[:, observations]. Change these.")
+        """The constructor of a chain keeps what it is given; here it is read at each query."""
 
     @property
     def _first(self) -> Tensor:

@@ -68,15 +68,17 @@ class Hyperpath(DynamicStructure):
         checks.same_device("Hyperpath", scores=scores, goal=goal)
         batch = checks.batch_shape("Hyperpath", scores=(scores, 1), goal=(goal, 0))
         super().__init__(batch, scores.shape[-1:], smoothing, validate_args)
-        if self._validate_args and checks.can_look():
-            checks.values("Hyperpath", {"scores": (scores, self._used_parts())})
-            if goal is not None and bool(((goal < 0) | (goal >= forest.num_nodes)).any()):
-                raise ValueError(
-                    f"Hyperpath: goal must be between 0 and {forest.num_nodes - 1}, got "
-                    f"{goal.tolist()}."
-                )
 
-    def _used_parts(self) -> Tensor:
+    def _given_integers(self) -> dict[str, checks.Integers]:
+        if self.goal is None:
+            return {}
+        goal = self.goal.expand(self.batch_shape)
+        return {"goal": checks.between(goal, 0, self.forest.num_nodes - 1)}
+
+    def _given_scores(self) -> dict[str, tuple[Tensor, checks.Mask]]:
+        return {"scores": (self.scores, self._usable_parts)}
+
+    def _usable_parts(self) -> Tensor:
         """Which parts some node or edge carries, ``(P)``."""
         nodes, _, edges, _ = self.forest.by_part
         used = (np.diff(nodes) > 0) | (np.diff(edges) > 0)
@@ -91,15 +93,16 @@ class Hyperpath(DynamicStructure):
     def _options(self) -> dict[str, Any]:
         return {"forest": self.forest}
 
-    def _parts(self) -> tuple[Tensor, ...]:
+    def _unvalidated_parts(self) -> tuple[Tensor, ...]:
         scores = self.scores.float() if self.scores.dtype.itemsize < 4 else self.scores
-        return (scores.expand(*self.batch_shape, scores.shape[-1]),)
+        return (self._nan_where_wrong(scores.expand(*self.batch_shape, scores.shape[-1])),)
 
     def _forest_key(self) -> str:
         return self.forest.key
 
     def _goal(self) -> Tensor:
         if self.goal is not None:
+            self._validate_integers()
             goal = self.goal.clamp(-1, self.forest.num_nodes)  # int32 could wrap into the forest
             return goal.int().expand(self.batch_shape)
         last, device = self.forest.num_nodes - 1, self.scores.device
@@ -108,10 +111,7 @@ class Hyperpath(DynamicStructure):
     def _derivation_size(self) -> int:
         return self.forest.longest
 
-    def _usable_parts(self) -> Tensor:
-        return self._used_parts()
-
-    def _replace_primary(self, scores: Tensor) -> Hyperpath:
+    def _replace_primary(self, scores: Tensor, **others: Tensor) -> Hyperpath:
         return self._rebuild(scores=scores, goal=self.goal)
 
     def _score(self, z: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ from structmax.structures.rollout import (
     gumbel,
     known,
     one_hot,
-    version,
 )
 from structmax.tracing import refuse_trace
 
@@ -107,18 +106,7 @@ class Incremental(Structure):
         n = inputs.shape[1]
         batch = inputs.shape[:1] if _batch is None else _batch
         super().__init__(batch, self._shape(n), None, validate_args)
-        # the loop runs as long as the longest item; before the shortest ends none is finished
-        self._shortest, self._longest, self._lengths_are_good = n, n, True
-        if self.lengths is not None and self.lengths.numel():
-            self._shortest, self._lengths_are_good = 1, False
-            if checks.can_look():
-                if self._validate_args:
-                    checks.values(name, {}, self.lengths, n)
-                low, high = torch.stack(self.lengths.aminmax()).tolist()
-                self._lengths_are_good = low >= 1 and high <= n
-                if self._lengths_are_good:
-                    self._shortest, self._longest = low, high
-        self._memory = Memory()
+        self._range, self._memory = checks.Derived(), Memory()
 
     # -- what a subclass says ---------------------------------------------------------------------
 
@@ -287,7 +275,7 @@ class Incremental(Structure):
                 f"{self._name}.enumerate_support: items of different lengths have different "
                 "supports. Index one item: structure[i].enumerate_support()."
             )
-        length = int(lengths[0]) if len(lengths) else self._longest
+        length = int(lengths[0]) if len(lengths) else self.inputs.shape[1]
         every = self._every(length).to(self.inputs.device)
         every = nn.functional.pad(every, (0, self.event_shape[0] - every.shape[1]), value=-1)
         z = self._one_hot(every)
@@ -360,17 +348,16 @@ class Incremental(Structure):
         built = built._replace(log_prob=self._sound(built.log_prob, items))
         z = self._one_hot(built.actions) if built.soft is None else built.soft
         z = z.reshape(*lead, *self.event_shape)
-        if checks.can_look():
-            self._memory.keep(self._stamp(), z, items, built)
+        if checks.can_look() and (tensors := self._read_by_policy()) is not None:
+            self._memory.keep(tensors, z, items, built)
         return Rollout(z, built.log_prob.reshape(lead), built.state)
 
     def _sound(self, log_prob: Tensor, items: Tensor) -> Tensor:
         """Without a gradient at −inf. NaN, which any step may have met, is looked for here."""
         log_prob = torch.where(log_prob == -math.inf, -math.inf, log_prob)
-        if not self._lengths_are_good:
-            assert self.lengths is not None
-            bad = (self.lengths < 1) | (self.lengths > self.inputs.shape[1])
-            return torch.where(bad[items], math.nan, log_prob)
+        wrong = self._wrong_items()
+        if wrong is not None:
+            log_prob = torch.where(wrong[items], math.nan, log_prob)
         if self._validate_args and checks.can_look() and bool(log_prob.isnan().any()):
             item = int(items[log_prob.isnan().nonzero()[0, 0]])
             raise ValueError(
@@ -379,30 +366,32 @@ class Incremental(Structure):
             )
         return log_prob
 
-    def _stamp(self) -> Any:
-        """What a rollout depends on besides its actions; of no module, nobody knows."""
+    def _read_by_policy(self) -> list[Tensor] | None:
+        """The tensors that a rollout depends on besides its actions; None if they are not known,
+        since the policy is no module."""
         if not isinstance(self.policy, nn.Module):
-            return object()
-        tensors = [self.inputs, *self.policy.parameters(), *self.policy.buffers()]
-        return [(id(t), version(t)) for t in tensors], getattr(self.policy, "training", None)
+            return None
+        given = [t for t, _ in self._tensors().values()]
+        return [*given, *self.policy.parameters(), *self.policy.buffers()]
 
     # -- given structures -------------------------------------------------------------------------
 
     def _replay(self, z: Any, items: Tensor | None) -> Rollout:
         z = z if isinstance(z, Tensor) else self.encode(z)
         flat, rows, lead = self._placed(z, items)
-        look = checks.can_look()
-        stamp = self._stamp() if look else None
-        if look and (found := self._memory.find(stamp, z, rows)):
+        readable = checks.can_look()
+        read = self._read_by_policy() if readable else None
+        if read is not None and (found := self._memory.find(read, z, rows)):
             return Rollout(z, found[0].reshape(lead), found[1])
         lengths = self._lengths()[rows]
         actions, _ = self._read(flat)
         steps = torch.arange(actions.shape[1], device=actions.device)
         actions = actions.masked_fill(steps >= self._steps(lengths)[:, None], -1)
-        if self._validate_args and look:
+        if self._validate_args and readable:
             self._check(flat, actions, lengths, lead)
         soft = z.requires_grad and torch.is_grad_enabled()
-        if look and not soft and (found := self._memory.look_up(stamp, actions, rows)):
+        found = None if read is None or soft else self._memory.look_up(read, actions, rows)
+        if found is not None:
             log_prob, state = found
             z = self._one_hot(actions).reshape(*lead, *self.event_shape)
             return Rollout(z, log_prob.reshape(lead), state)
@@ -434,7 +423,8 @@ class Incremental(Structure):
                     f"({z.shape[0]},), got {tuple(items.shape)}."
                 )
             if self._validate_args and checks.can_look() and items.numel():
-                checks.between(self._name, "", {"items": (items, 0, len(self.inputs) - 1)})
+                given = checks.between(items, 0, len(self.inputs) - 1)
+                checks.values(self._name, {}, {"items": given})
             return z, items, lead
         try:
             lead = torch.broadcast_shapes(lead, self.batch_shape)
@@ -527,12 +517,33 @@ class Incremental(Structure):
         return torch.promote_types(self.dtype, torch.float32)
 
     def _lengths(self) -> Tensor:
-        """The length of each item of the flattened batch, ``(B)``."""
+        """The length of each item of the flattened batch, ``(B)``; impossible ones are cut."""
+        self._validate()
         size, n = self.inputs.shape[:2]
         if self.lengths is None:
             return torch.full((size,), n, device=self.inputs.device)
         lengths = self.lengths.long()
-        return lengths if self._lengths_are_good else lengths.clamp(1, n)
+        return lengths if self._is_valid else lengths.clamp(1, n)
+
+    def _given_integers(self) -> dict[str, checks.Integers]:
+        if self.lengths is None:
+            return {}
+        return {"lengths": checks.between(self.lengths, 1, self.inputs.shape[1])}
+
+    def _wrong_items(self) -> Tensor | None:
+        """Of the flattened batch."""
+        return None if self._is_valid else self._given_integers()["lengths"].wrong
+
+    def _shortest_and_longest(self) -> tuple[int, int]:
+        """The least and the largest length; what they may be where they cannot be read. A loop runs
+        as long as the longest item, and before the shortest ends, none is finished."""
+        n, lengths = self.inputs.shape[1], self.lengths
+        if lengths is None or not lengths.numel():
+            return n, n
+        if not checks.can_look():
+            return 1, n
+        low, high = self._range.get([lengths], lambda: torch.stack(lengths.aminmax()).tolist())
+        return (low, high) if low >= 1 and high <= n else (1, n)
 
     def _tensors(self) -> dict[str, tuple[Tensor, int]]:
         """Of the flattened batch."""
@@ -545,8 +556,7 @@ class Incremental(Structure):
     def _rebuild(self, **tensors: Tensor | None) -> Self:
         given = {"inputs": self.inputs, "lengths": self.lengths, **tensors}
         new = type(self)(self.policy, **given, validate_args=False, _batch=self.batch_shape)  # type: ignore[arg-type]
-        new._validate_args = self._validate_args
-        return new
+        return self._vouch_for(new)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """The inputs on another device or in another dtype. The policy is yours to move."""

@@ -104,13 +104,11 @@ class KSubset(OneSided, DynamicStructure):
         self._forced = _forced  # (*B, n): what a condition includes
         checks.same_device("KSubset", scores=scores, lengths=self.lengths)
         batch = checks.batch_shape("KSubset", **self._tensors())
-        self._lengths_are_good = lengths is None
         super().__init__(batch, scores.shape[-1:], smoothing, validate_args)
         self._check_room((scores.shape[-1], self._most))
-        if self._validate_args and checks.can_look():
-            inside = None if lengths is None else self._inside()
-            checks.values("KSubset", {"scores": (scores, inside)}, self.lengths, scores.shape[-1])
-            self._lengths_are_good = True
+
+    def _given_scores(self) -> dict[str, tuple[Tensor, checks.Mask]]:
+        return {"scores": (self.scores, None if self.lengths is None else self._inside)}
 
     @staticmethod
     def _limits(k: Any, n: int) -> tuple[int, int]:
@@ -142,12 +140,10 @@ class KSubset(OneSided, DynamicStructure):
 
     # -- the graph --------------------------------------------------------------------------------
 
-    def _parts(self) -> tuple[Tensor, ...]:
+    def _unvalidated_parts(self) -> tuple[Tensor, ...]:
         n = self.event_shape[0]
         scores = self.scores.float() if self.scores.dtype.itemsize < 4 else self.scores
-        scores = scores.expand(*self.batch_shape, n)
-        if not self._lengths_are_good:
-            scores = scores + torch.where(self._bad_lengths(), math.nan, 0.0)[..., None].to(scores)
+        scores = self._nan_where_wrong(scores.expand(*self.batch_shape, n))
         leave = scores.new_zeros(()).expand(*self.batch_shape, n)
         if self._forced is not None:
             leave = torch.where(self._forced, -math.inf, leave)
@@ -181,9 +177,9 @@ class KSubset(OneSided, DynamicStructure):
     def _usable_parts(self) -> Tensor:
         return self._inside()
 
-    def _replace_primary(self, scores: Tensor) -> KSubset:
+    def _replace_primary(self, scores: Tensor, **others: Tensor) -> KSubset:
         tensors = {name: t for name, (t, _) in self._tensors().items()}
-        return self._rebuild(**{**tensors, "scores": scores})
+        return self._rebuild(**{**tensors, **others, "scores": scores})
 
     def _aligned(self, q: Structure) -> tuple[KSubset, KSubset]:
         self._same_kind(q)
@@ -199,11 +195,12 @@ class KSubset(OneSided, DynamicStructure):
         """The same structure with some elements forced in and some out."""
         new = super().condition(include, exclude)
         assert isinstance(new, KSubset)
-        if include is not None:
-            include = include.expand(*self.batch_shape, *self.event_shape)
-            forced = include | self._incompatible(include)
-            new._forced = forced if self._forced is None else forced | self._forced
-        return new
+        if include is None:
+            return new
+        include = include.expand(*self.batch_shape, *self.event_shape)
+        forced = include | self._incompatible(include)
+        forced = forced if self._forced is None else forced | self._forced
+        return new._replace_primary(new.scores, _forced=forced)
 
     def _incompatible(self, include: Tensor) -> Tensor:
         """Nothing; but what an item does not have cannot be included, whatever else is."""

@@ -1,7 +1,7 @@
-"""Ragged batches: the sizes of the items, checked or not.
+"""Ragged batches: the sizes of the items, validated or not.
 
-A length that nobody could look at (``validate_args=False``, compiling) may be impossible. Such an
-item is computed as if it had the whole length, and its scores become NaN.
+A length that was not validated (``validate_args=False``, compiling) may be impossible. Such an item
+is computed as if it had the whole length, and its scores become NaN.
 """
 
 from __future__ import annotations
@@ -44,25 +44,29 @@ class OneSided(Structure):
     """A structure whose items have one length each."""
 
     lengths: Tensor | None
-    _lengths_are_good: bool
 
     @property
     def _longest(self) -> int:
         """n: the most positions of an item."""
         return self.event_shape[0]
 
+    def _given_integers(self) -> dict[str, checks.Integers]:
+        if self.lengths is None:
+            return {}
+        lengths = self.lengths.expand(self.batch_shape)
+        return {"lengths": checks.between(lengths, 1, self._longest)}
+
     def _lengths(self) -> Tensor:
         """The length of each item, ``(*B)``."""
-        n = self._longest
-        if self.lengths is None:
-            return full(self.batch_shape, n, self._first.device)
-        lengths = self.lengths.long().expand(self.batch_shape)
-        return lengths if self._lengths_are_good else torch.where(self._bad_lengths(), n, lengths)
+        self._validate_integers()
+        return self._possible_lengths()
 
-    def _bad_lengths(self) -> Tensor:
-        """Items whose length nobody looked at and that is impossible, ``(*B)``."""
-        assert self.lengths is not None
-        return ((self.lengths < 1) | (self.lengths > self._longest)).expand(self.batch_shape)
+    def _possible_lengths(self) -> Tensor:
+        """The length of each item, ``(*B)``; an impossible one is taken for the longest."""
+        if self.lengths is None:
+            return full(self.batch_shape, self._longest, self._first.device)
+        lengths = self.lengths.long().expand(self.batch_shape)
+        return lengths if self._is_valid else _possible(lengths, self._longest)
 
 
 class TwoSided(Structure):
@@ -70,17 +74,28 @@ class TwoSided(Structure):
 
     rows: Tensor | None
     columns: Tensor | None
-    _lengths_are_good: bool
+
+    def _given_integers(self) -> dict[str, checks.Integers]:
+        sides = zip(("rows", "columns"), (self.rows, self.columns), self.event_shape, strict=True)
+        return {
+            f"lengths of {name}": checks.between(given.expand(self.batch_shape), 1, most)
+            for name, given, most in sides
+            if given is not None
+        }
 
     def _sizes(self) -> list[Tensor]:
-        """Rows and columns of each item, ``(*B)`` each."""
+        """Rows and columns of each item, ``(*B)`` each; impossible ones are taken for the most."""
+        self._validate_integers()
         out = []
         for given, most in zip((self.rows, self.columns), self.event_shape, strict=True):
             if given is None:
                 size = full(self.batch_shape, most, self._first.device)
             else:
                 size = given.long().expand(self.batch_shape)
-                if not self._lengths_are_good:
-                    size = torch.where((size < 1) | (size > most), most, size)
+                size = size if self._is_valid else _possible(size, most)
             out.append(size)
         return out
+
+
+def _possible(lengths: Tensor, most: int) -> Tensor:
+    return torch.where((lengths < 1) | (lengths > most), most, lengths)

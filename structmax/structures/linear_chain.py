@@ -19,7 +19,7 @@ from structmax.primitive import Primitive, as_dtype
 from structmax.smoothing import Smoothing
 from structmax.structures.base import Structure
 from structmax.structures.dynamic import DynamicStructure
-from structmax.structures.late_look import LateLook
+from structmax.structures.lengths import OneSided
 from structmax.structures.parts import at_most_zero
 
 
@@ -47,7 +47,7 @@ def _over(scores: Tensor, shape: tuple[int, ...]) -> Tensor:
     return scores if scores.shape == shape else scores.expand(shape)
 
 
-class LinearChain(LateLook, DynamicStructure):
+class LinearChain(OneSided, DynamicStructure):
     """A tag for each position: the linear-chain conditional random field.
 
     The score of tags y is Σₜ unary[t, yₜ] + Σₜ transition[yₜ, yₜ₊₁] + start[y₁] + end[yₙ]. The
@@ -91,6 +91,8 @@ class LinearChain(LateLook, DynamicStructure):
     """
 
     _score_names = ("unary", "start")  # as errors call them
+    _additional = ("transition",)
+    _validates_late = True
 
     def __init__(
         self,
@@ -135,7 +137,7 @@ class LinearChain(LateLook, DynamicStructure):
             name, unary=unary, transition=transition, start=start, end=end, lengths=lengths
         )
         self.unary, self.transition, self.start, self.end = unary, transition, start, end
-        self.lengths, self._lengths_are_good = lengths, lengths is None
+        self.lengths = lengths
         batch = checks.batch_shape(
             name,
             unary=(unary, 2),
@@ -145,10 +147,8 @@ class LinearChain(LateLook, DynamicStructure):
             lengths=(lengths, 0),
         )
         super().__init__(batch, (n, c), smoothing, validate_args)
-        if self._validate_args and checks.can_look():
-            self._first_look()
 
-    def _check_values(self) -> None:
+    def _given_scores(self) -> dict[str, tuple[Tensor, checks.Mask]]:
         def positions() -> Tensor:
             return self._inside()[..., None]
 
@@ -156,14 +156,14 @@ class LinearChain(LateLook, DynamicStructure):
             return self._inside()[..., 1:, None, None]
 
         ragged, (unary, start) = self.lengths is not None, self._score_names
-        looked_at: dict[str, tuple[Tensor, checks.Mask]] = {
+        given: dict[str, tuple[Tensor, checks.Mask]] = {
             unary: (self.unary, positions if ragged else None),
             "transition": (self.transition, steps if ragged and self._steps_given else None),
         }
         for which, vector in ((start, self.start), ("end", self.end)):
             if vector is not None:
-                looked_at[which] = (vector, None)
-        checks.values(self._name, looked_at, self.lengths, self.event_shape[0])
+                given[which] = (vector, None)
+        return given
 
     def _tensors(self) -> dict[str, tuple[Tensor, int]]:
         found = {
@@ -209,13 +209,13 @@ class LinearChain(LateLook, DynamicStructure):
                 dtype = torch.promote_types(dtype, scores.dtype)
         return dtype
 
-    def _parts(self) -> tuple[Tensor, ...]:
+    def _unvalidated_parts(self) -> tuple[Tensor, ...]:
         """With start and end added to the first and the last unary scores."""
         unary, transition = self._exact_parts()
         return as_dtype(unary, self._dtype_inside()), transition
 
     def _exact_parts(self) -> tuple[Tensor, ...]:
-        self._look()
+        self._validate()
         unary, transition = self._main_parts()
         if self.start is not None or self.end is not None:
             last = self._lengths() - 1
@@ -230,13 +230,11 @@ class LinearChain(LateLook, DynamicStructure):
     def _main_parts(self, half: bool = False) -> tuple[Tensor, Tensor]:
         """The unary scores without start and end, and the transitions, with ``half`` as they are
         given."""
+        self._validate(late=True)
         n, c = self.event_shape
         dtype = self._dtype_inside()
         unary = _over(as_dtype(self.unary, dtype), (*self.batch_shape, n, c))
-        if not self._lengths_are_good:
-            unary = (
-                unary + torch.where(self._bad_lengths(), math.nan, 0.0).to(dtype)[..., None, None]
-            )
+        unary = self._nan_where_wrong(unary)
         transition = self.transition if half else as_dtype(self.transition, dtype)
         if not self._steps_given:
             transition = transition.unsqueeze(-3)
@@ -255,7 +253,7 @@ class LinearChain(LateLook, DynamicStructure):
         return self.event_shape[0] + 1
 
     def _packed(self) -> Tensor:
-        self._look()
+        self._validate()
         return self._pack(self._dense_parts())
 
     def _pack(self, parts: Any) -> Tensor:
@@ -289,21 +287,23 @@ class LinearChain(LateLook, DynamicStructure):
                 transition = torch.where(inside[..., 1:, None, None], transition, 0.0)
         return unary, transition
 
-    def _replace_primary(self, scores: Tensor) -> LinearChain:
-        return LinearChain(
-            scores,
-            self.transition,
-            lengths=self.lengths,
-            smoothing=self.smoothing,
-            validate_args=self._validate_args,
-        )
+    def _replace_primary(self, scores: Tensor, **others: Tensor) -> LinearChain:
+        transition = others.get("transition", self.transition)
+        return self._with(scores, transition, None, None)
+
+    def _with(
+        self, unary: Tensor, transition: Tensor, start: Tensor | None, end: Tensor | None
+    ) -> LinearChain:
+        """A chain of other scores, computed from those of this one."""
+        new = LinearChain(unary, transition, start, end, self.lengths, self.smoothing, False)
+        return self._vouch_for(new)
 
     def _without(self, forbidden: Tensor) -> LinearChain:
-        self._look()
+        self._validate()
         return self._with_unary(torch.where(forbidden, -math.inf, self.unary))
 
     def _moved(self, delta: Tensor) -> LinearChain:
-        self._look()
+        self._validate()
         unary = as_dtype(self.unary, self._dtype_inside())
         moved = unary + delta.to(unary.dtype)
         return self._with_unary(torch.where(unary == -math.inf, unary, moved))
@@ -311,21 +311,7 @@ class LinearChain(LateLook, DynamicStructure):
     def _with_unary(self, unary: Tensor) -> LinearChain:
         """The same chain with other unary scores, and with start and end as they are: in a sum of
         them a mask would take the digits of the others."""
-        return LinearChain(
-            unary,
-            self.transition,
-            self.start,
-            self.end,
-            self.lengths,
-            self.smoothing,
-            self._validate_args,
-        )
-
-    def _with_gains(self, gains: Tensor) -> LinearChain:
-        new = super()._with_gains(gains)
-        assert isinstance(new, LinearChain)
-        new.transition = torch.where(self.transition == -math.inf, -math.inf, 0.0).to(gains.dtype)
-        return new
+        return self._with(unary, self.transition, self.start, self.end)
 
     _local_groups = (-1,)
 
@@ -401,7 +387,7 @@ class LinearChain(LateLook, DynamicStructure):
         """
         best, tags = self._viterbi()
         if self._validate_args and checks.can_look():
-            if self._finite(best) or math.isfinite(best.sum().item()):
+            if self._proves(best) or math.isfinite(best.sum().item()):
                 return tags
             checks.feasible(self._name, "argmax_tags", best)
         return torch.where((best.abs() < math.inf)[..., None], tags, -1)
@@ -412,18 +398,16 @@ class LinearChain(LateLook, DynamicStructure):
         """The same chain with a transition matrix for each step."""
         if self._steps_given:
             return self
-        self._look()
+        self._validate()
         n, c = self.event_shape
         unary, transition, *ends = self._dense_parts()
         start, end = (t if t.shape[-1] else None for t in ends)
         transition = transition.expand(*self.batch_shape, n - 1, c, c)
-        return LinearChain(
-            unary, transition, start, end, self.lengths, self.smoothing, validate_args=False
-        )
+        return self._with(unary, transition, start, end)
 
     def edge_marginals(self) -> Tensor:
         """The probability of each transition at each step, ``(*B, n−1, c, c)``. Differentiable."""
-        value, mu = self._per_step()._cached()
+        value, mu = self._per_step()._value_and_gradient()
         return self._refuse_infeasible("edge_marginals", value, mu[1]).to(self.dtype)
 
     def _aligned(self, q: Structure) -> tuple[DynamicStructure, DynamicStructure]:
@@ -452,14 +436,14 @@ class LinearChain(LateLook, DynamicStructure):
         if not self._is_gibbs or z.is_floating_point() or z.dtype == torch.bool:
             return super().log_prob(z)
         tags = self._checked_tags(z)
-        if tags.shape[:-1] != self.batch_shape or "_kept" in self.__dict__:
+        if tags.shape[:-1] != self.batch_shape:
             return super().log_prob(tags)
         constants = self._lengths(), tags.long()
         loss = dense.chain_loss.value(self._dense_parts(), constants, "", self.smoothing.code)
         log_prob = at_most_zero(-loss / self.smoothing.gamma)
-        if self._finite(loss) or not (self._validate_args and checks.can_look()):
+        if self._proves(loss) or not (self._validate_args and checks.can_look()):
             return log_prob
-        # of scores that were looked at, NaN stands for an item that allows nothing: ∞ − ∞
+        # of validated scores, NaN stands for an item that allows nothing: ∞ − ∞
         return torch.where(log_prob.isnan(), -math.inf, log_prob)
 
     def _as_tensor(self, z: Any) -> Tensor:
@@ -479,7 +463,7 @@ class LinearChain(LateLook, DynamicStructure):
 
     def _score_tags(self, tags: Tensor) -> Tensor:
         """For tags ``(*sample, *B, n)``; those in the padding may be anything."""
-        self._look()
+        self._validate()
         n, c = self.event_shape
         batch = tags.shape[:-1]
         inside = None if self.lengths is None else self._inside().expand(*batch, n)
@@ -503,8 +487,8 @@ class LinearChain(LateLook, DynamicStructure):
         if self.end is not None:
             last = tags.gather(-1, self._lengths().expand(batch)[..., None] - 1)
             total = total + self.end.expand(*batch, c).gather(-1, last).squeeze(-1)
-        if not self._lengths_are_good:
-            total = total + torch.where(self._bad_lengths(), math.nan, 0.0)
+        wrong = self._wrong_items()
+        total = total if wrong is None else torch.where(wrong, math.nan, total)
         return total.to(self._dtype_inside())
 
     def _checked_tags(self, tags: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from structmax.oracles import arborescence, matrix_tree
 from structmax.smoothing import SHANNON, Shannon
 from structmax.structures.base import uniform
 from structmax.structures.dependency_tree import DependencyTree
-from structmax.structures.late_look import LateLook
 from structmax.structures.square import SquareStructure
 
 
@@ -138,7 +137,7 @@ class ArcStructure(SquareStructure):
         return scores, torch.where(exists, z.movedim(0, at), 0.0)
 
 
-class NonprojectiveTree(LateLook, DependencyTree, ArcStructure):
+class NonprojectiveTree(DependencyTree, ArcStructure):
     """Dependency trees whose arcs may cross; made by ``DependencyTree(..., projective=False)``.
 
     No dynamic program sums over these trees, so ``smoothing`` is ``sx.Shannon``: the temperature.
@@ -156,21 +155,19 @@ class NonprojectiveTree(LateLook, DependencyTree, ArcStructure):
     +inf in the scores.
     """
 
+    _validates_late = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._single = self.root == "single"
         self._refuse_smoothing()
 
-    def _parts(self) -> tuple[Tensor, ...]:
-        self._look()
-        return super()._parts()
-
     def _sum(self) -> tuple[Any, ...]:
-        self._look()
+        self._validate()
         return super()._sum()
 
     def _kbest(self, k: int) -> tuple[Tensor, Tensor]:
-        self._look()
+        self._validate()
         return super()._kbest(k)
 
     def _words(self) -> Tensor:
@@ -189,7 +186,7 @@ class NonprojectiveTree(LateLook, DependencyTree, ArcStructure):
         return mu[..., None] * self._label_chances() if self.labelled else mu
 
     def max_marginals(self) -> Tensor:
-        self._look()
+        self._validate()
         choices = self._choices().detach()
         rest = arborescence.best_rest(choices.amax(-1), self._words(), self._single)
         best = torch.where(self._used()[..., None], rest[..., None] + choices, -math.inf)

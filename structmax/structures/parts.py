@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from structmax import checks
-from structmax.primitive import as_dtype, backend_for, is_plain, is_transforming
+from structmax.primitive import as_dtype, is_plain, is_transforming
 from structmax.smoothing import SHANNON
 from structmax.structures.base import Ranked, Structure, TopK, dot
 from structmax.tracing import is_recorded
@@ -34,8 +34,13 @@ class PartStructure(Structure):
     # -- what a subclass says ---------------------------------------------------------------------
 
     @abstractmethod
+    def _unvalidated_parts(self) -> tuple[Tensor, ...]:
+        """``_parts()``, which nobody may have validated: NaN where an integer is impossible."""
+
     def _parts(self) -> tuple[Tensor, ...]:
         """Scores of all parts, primary first, each ``(*batch, *event)``, float32 or float64."""
+        self._validate()
+        return self._unvalidated_parts()
 
     @abstractmethod
     def _value(self) -> Tensor:
@@ -54,8 +59,12 @@ class PartStructure(Structure):
         """⟨θ, parts of z⟩ for an indicator ``(*sample, *batch, *parts)``."""
 
     @abstractmethod
-    def _replace_primary(self, scores: Tensor) -> Any:
-        """The same structure with other primary scores, ``(*batch, *parts)``."""
+    def _replace_primary(self, scores: Tensor, **others: Tensor) -> Any:
+        """The same structure with other primary scores, ``(*batch, *parts)``, and perhaps with
+        ``others`` of its tensors."""
+
+    _additional: tuple[str, ...] = ()
+    """The names of the tensors that score additional parts."""
 
     @abstractmethod
     def _argmax_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -136,37 +145,32 @@ class PartStructure(Structure):
 
     # -- value and gradient -----------------------------------------------------------------------
 
-    def _cached(self, first: int | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Value and gradient (of the ``first`` scores, if given), which are kept for the next query
-        where nothing watches the computation."""
-        tensors = [t for t, _ in self._tensors().values()]
-        if (
-            is_recorded()
-            or is_transforming(tensors)
-            or torch.is_inference_mode_enabled()
-            or any(t.is_inference() for t in tensors)
-        ):
-            value, mu = self._value_and_gradient()
-            return value, mu[:first]
-        kept = self.__dict__.get("_kept")
-        if kept is None or kept[0] != _state(tensors, *kept[1:]):
-            value, mu = self._value_and_gradient()
-            kept = _state(tensors, value, mu), value, mu
-            self.__dict__["_kept"] = kept
-        _, value, mu = kept
-        return value.detach(), tuple(m.detach() for m in mu[:first])  # ours stay without a gradient
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_kept"}
-
     @property
     def _is_gibbs(self) -> bool:
         """Whether log_prob is (score − A)/γ; otherwise it is that of the walk."""
         return self.smoothing.code[0] == SHANNON
 
     def log_partition(self) -> Tensor:
-        kept = self.__dict__.get("_kept")
-        return self._value() if kept is None else self._cached(0)[0]
+        value = self._value()
+        self._proves(value)
+        return value
+
+    def _proves(self, value: Tensor) -> bool:
+        """Whether a value ``(*B)`` that all scores go into shows that scores left to the first
+        query are good. Where it does not, they are validated."""
+        if (
+            not (self._validates_late and self._validate_args)
+            or torch.compiler.is_compiling()
+            or self._record.covers(self._score_tensors)
+            or not checks.can_look()
+        ):
+            return False
+        finite = math.isfinite(value.sum().item())  # one kernel; a sum may also overflow
+        if finite:
+            self._record.add(self._score_tensors)
+        else:
+            self._validate()
+        return finite
 
     def _check_feasible(self, query: str, value: Tensor) -> None:
         """An item without a structure is an error that says why."""
@@ -179,6 +183,8 @@ class PartStructure(Structure):
     def _refuse_infeasible(self, query: str, value: Tensor, answer: Tensor) -> Tensor:
         """The answer; an item without a structure is an error, or NaN where one cannot look."""
         value = value.detach()
+        if self._proves(value):
+            return answer
         if self._validate_args and checks.can_look():
             self._check_feasible(query, value)
             return answer
@@ -190,7 +196,7 @@ class PartStructure(Structure):
         return as_dtype(torch.add(answer, value, alpha=0), answer.dtype)
 
     def marginals(self) -> Tensor:
-        value, mu = self._cached(1)
+        value, mu = self._value_and_gradient()
         return as_dtype(self._refuse_infeasible("marginals", value, mu[0]), self.dtype)
 
     # -- discrete queries -------------------------------------------------------------------------
@@ -233,7 +239,12 @@ class PartStructure(Structure):
     def _with_gains(self, gains: Tensor) -> Any:
         """A structure with no scores but these; what is forbidden stays forbidden."""
         allowed = self._exact_parts()[0].detach() > -math.inf
-        return self._replace_primary(torch.where(allowed, gains, -math.inf))
+        silent = {  # no scores of additional parts either
+            name: torch.where(t == -math.inf, -math.inf, 0.0).to(gains.dtype)
+            for name, (t, _) in self._tensors().items()
+            if name in self._additional
+        }
+        return self._replace_primary(torch.where(allowed, gains, -math.inf), **silent)
 
     def sparsemap(
         self,
@@ -262,10 +273,10 @@ class PartStructure(Structure):
 
     def cross_entropy(self, q: Structure) -> Tensor:
         p, q = self._aligned(q)
-        return p._gibbs_cross_entropy(q)
+        return p._gibbs_cross_entropy(q, *p._value_and_gradient())
 
-    def _gibbs_cross_entropy(self, q: Any) -> Tensor:
-        own, mu = self._cached()
+    def _gibbs_cross_entropy(self, q: Any, own: Tensor, mu: tuple[Tensor, ...]) -> Tensor:
+        """The cross-entropy, given the value and gradient of this structure."""
         value = own if q is self else q._value()
         pairs = zip(q._allowed_parts(), mu, strict=True)
         total = sum(dot(theta, m, m.dim() - len(self.batch_shape)) for theta, m in pairs)
@@ -279,6 +290,16 @@ class PartStructure(Structure):
         none = (forbids | (other == -math.inf)) & ~other.isnan()
         total = torch.where(none, math.inf, total)
         return self._refuse_infeasible("cross_entropy", own.expand(total.shape), total)
+
+    def _kl(self, q: Structure) -> Tensor:
+        if "cross_entropy" not in self.queries or not isinstance(q, PartStructure):
+            return super()._kl(q)
+        one, other = self._aligned(q)
+        if not (one._is_gibbs and other._is_gibbs):
+            return super()._kl(q)
+        own, mu = one._value_and_gradient()
+        cross = one._gibbs_cross_entropy(other, own, mu)
+        return cross - one._gibbs_cross_entropy(one, own, mu)
 
     def condition(self, include: Tensor | None = None, exclude: Tensor | None = None) -> Any:
         shape = (*self.batch_shape, *self.event_shape)
@@ -328,8 +349,3 @@ class PartStructure(Structure):
 def at_most_zero(log_prob: Tensor) -> Tensor:
     """Log-probabilities without what rounding puts above 0; their gradients stay."""
     return log_prob - log_prob.detach().clamp(min=0)
-
-
-def _state(tensors: Sequence[Tensor], value: Tensor, mu: Sequence[Tensor]) -> list[Any]:
-    """What a kept answer depends on: the backend, and that nobody wrote into scores or answer."""
-    return [backend_for(tensors[0]), *[t._version for t in (*tensors, value, *mu)]]

@@ -138,8 +138,8 @@ class Path(DynamicStructure):
         checks.scores("Path", "scores", scores, 1, "(..., E) with at least one edge")
         e = scores.shape[-1]
         if not isinstance(edges, Graph):
-            look = _uncompiled if torch.compiler.is_compiling() else _checked_graph
-            edges = look(edges, scores, source)
+            make = _uncompiled if torch.compiler.is_compiling() else _checked_graph
+            edges = make(edges, scores, source)
         self._graph, self.scores, self.source, self.target = edges, scores, source, target
         end = target if isinstance(target, Tensor) else None
         if end is not None and (end.is_floating_point() or end.dtype == torch.bool):
@@ -148,30 +148,35 @@ class Path(DynamicStructure):
             raise ValueError(f"Path: target must be a node or a tensor of nodes, got {target!r}.")
         checks.same_device("Path", scores=scores, target=end)
         batch = checks.batch_shape("Path", scores=(scores, 1), target=(end, 0))
+        self._usable = checks.Derived()
         super().__init__(batch, (e,), smoothing, validate_args)
-        self._usable = self._find_usable()
-        if self._validate_args and checks.can_look():
-            self._check_target()
-            checks.values("Path", {"scores": (scores, self._usable)})
+        if end is None and self._validate_args and checks.can_look() and bool(self._is_lost()):
+            raise ValueError(f"Path: {_NO_PATH}".format(source=source, got=target, item=""))
 
     @property
     def edges(self) -> Tensor:
         """The edges ``(E, 2)``, on the CPU."""
         return torch.from_numpy(self._graph.edges.copy())
 
-    def _check_target(self) -> None:
-        lost = self._goal() == self._graph.forest.num_nodes - 1
-        if bool(lost.any()):
-            item = tuple(lost.nonzero()[0].tolist())
-            where = f" (item {list(item)})" if isinstance(self.target, Tensor) else ""
-            target = torch.as_tensor(self.target).expand(self.batch_shape)[item]
-            raise ValueError(
-                f"Path: no path leads from node {self.source} to node {int(target)}{where}. Edges "
-                "are [from, to]; are they the wrong way round?"
-            )
+    def _is_lost(self) -> Tensor:
+        """Whether no path leads to the target, shaped as ``_target_node``."""
+        return self._target_node() == self._graph.forest.num_nodes - 1
+
+    def _given_integers(self) -> dict[str, checks.Integers]:
+        if not isinstance(self.target, Tensor):
+            return {}
+        lost, item = self._is_lost().expand(self.batch_shape), " (item {where})"
+        error = _NO_PATH.format(source=self.source, got="{got}", item=item)
+        return {"target": checks.Integers(self.target, lost, "", error=error)}
+
+    def _given_scores(self) -> dict[str, tuple[Tensor, checks.Mask]]:
+        return {"scores": (self.scores, self._usable_parts)}
+
+    def _usable_parts(self) -> Tensor:
+        """Which edges lie on a path to the target, ``(E)``, or ``(*B, E)`` for targets ``(*B)``."""
+        return self._usable.get(self._integer_tensors, self._find_usable)
 
     def _find_usable(self) -> Tensor:
-        """Which edges lie on a path to the target, ``(E)``, or ``(*B, E)`` for targets ``(*B)``."""
         goal = self._target_node()
         zero = torch.zeros(*goal.shape, self.event_shape[0], device=self.scores.device)
         theta = torch.nn.functional.pad(zero, (0, 1), value=-math.inf)
@@ -187,18 +192,19 @@ class Path(DynamicStructure):
     def _options(self) -> dict[str, Any]:
         return {"edges": self._graph, "source": self.source, "target": self.target}
 
-    def _parts(self) -> tuple[Tensor, ...]:
+    def _unvalidated_parts(self) -> tuple[Tensor, ...]:
         scores = self.scores.float() if self.scores.dtype.itemsize < 4 else self.scores
         return (scores.expand(*self.batch_shape, scores.shape[-1]),)
 
     def _pack(self, parts: Any) -> Tensor:
-        scores = torch.where(self._usable, parts[0], 0.0)
+        scores = torch.where(self._usable_parts(), parts[0], 0.0)
         return torch.nn.functional.pad(scores, (0, 1), value=-math.inf)
 
     def _forest_key(self) -> str:
         return self._graph.forest.key
 
     def _goal(self) -> Tensor:
+        self._validate_integers()
         return self._target_node().expand(self.batch_shape)
 
     def _target_node(self) -> Tensor:
@@ -213,10 +219,7 @@ class Path(DynamicStructure):
     def _derivation_size(self) -> int:
         return self._graph.forest.longest
 
-    def _usable_parts(self) -> Tensor:
-        return self._usable
-
-    def _replace_primary(self, scores: Tensor) -> Path:
+    def _replace_primary(self, scores: Tensor, **others: Tensor) -> Path:
         tensors = {name: t for name, (t, _) in self._tensors().items()}
         return self._rebuild(**{**tensors, "scores": scores})
 
@@ -227,7 +230,7 @@ class Path(DynamicStructure):
         after p would follow one before p, which closes a cycle.
         """
         graph = self._graph
-        lost = include & ~self._usable
+        lost = include & ~self._usable_parts()
         if bool(lost.any()):
             edge = int(lost.nonzero()[0, -1])
             raise ValueError(
@@ -274,6 +277,7 @@ class Path(DynamicStructure):
         return p, q
 
     def enumerate_support(self, expand: bool = True) -> Tensor:
+        self._validate_integers()
         targets = torch.as_tensor(self.target).unique().tolist()
         if len(targets) > 1:
             raise ValueError(
@@ -339,6 +343,12 @@ class Path(DynamicStructure):
                     raise ValueError(f"Path: there is no edge {step[0]} → {step[1]}.")
             paths.append([number[step] for step in itertools.pairwise(item)])
         return self._z_of(paths).reshape(*batch, *self.event_shape)
+
+
+_NO_PATH = (
+    "no path leads from node {source} to node {got}{item}. Edges are [from, to]; are they the "
+    "wrong way round?"
+)
 
 
 def _checked_graph(edges: Tensor, scores: Tensor, source: int) -> Graph:

@@ -156,14 +156,11 @@ class PCFG(OneSided, DynamicStructure):
                 )
         if lengths is not None:
             lengths = checks.lengths(name, lengths, emission.device)
-        self.lengths, self._lengths_are_good = lengths, lengths is None
+        self.lengths = lengths
         tensors = self._tensors()
         checks.same_device(name, **{key: t for key, (t, _) in tensors.items()})
         batch = checks.batch_shape(name, **tensors)
         Structure.__init__(self, batch, (n, n, S), smoothing, validate_args)
-        if self._validate_args and checks.can_look():
-            self._check_values()
-            self._lengths_are_good = True
 
     def _check_weights(self) -> None:
         N, S = self.N, self.N + self.P
@@ -174,18 +171,18 @@ class PCFG(OneSided, DynamicStructure):
                 f"{self.P} preterminals (emission), got {tuple(self.rules.shape)}."
             )
 
-    def _check_values(self) -> None:
-        looked_at: dict[str, tuple[Tensor, Tensor | None]] = {
+    def _given_scores(self) -> dict[str, tuple[Tensor, checks.Mask]]:
+        def inside() -> Tensor:
+            word = torch.arange(self.event_shape[0], device=self.emission.device)
+            return (word < self._lengths()[..., None])[..., None]
+
+        given: dict[str, tuple[Tensor, checks.Mask]] = {
             key: (getattr(self, key), None) for key in ("root", *self._weight_names)
         }
-        word = torch.arange(self.event_shape[0], device=self.emission.device)
-        inside = None
-        if self.lengths is not None:
-            inside = (word < self.lengths[..., None])[..., None]
-        looked_at["emission"] = (self.emission, inside)
+        given["emission"] = (self.emission, None if self.lengths is None else inside)
         if self.spans is not None:
-            looked_at["spans"] = (self.spans, self._usable(self.lengths))
-        checks.values(self._name, looked_at, self.lengths, self.event_shape[0])
+            given["spans"] = (self.spans, self._usable_parts)
+        return given
 
     def _tensors(self) -> dict[str, tuple[Tensor, int]]:
         dims = {"rules": 3, "left": 2, "right": 2, "parent": 2}
@@ -210,6 +207,7 @@ class PCFG(OneSided, DynamicStructure):
 
     def _spans_and_root(self) -> tuple[Tensor, Tensor]:
         """Scores of labelled spans, zeros where there is no such part, and of root symbols."""
+        self._validate()
         dtype = torch.float32  # what is computed in: the widest of all, at least this
         for name, (t, _) in self._tensors().items():
             dtype = dtype if name == "lengths" else torch.promote_types(dtype, t.dtype)
@@ -220,15 +218,12 @@ class PCFG(OneSided, DynamicStructure):
         spans = spans.expand(*self.batch_shape, *self.event_shape)
         lengths = None if self.lengths is None else self._lengths()
         spans = torch.where(self._usable(lengths), spans, 0.0)
-        if not self._lengths_are_good:
-            bad = torch.where(self._bad_lengths(), math.nan, 0.0).to(dtype)
-            spans = spans + bad[..., None, None, None]
-        return spans, self._for_batch(self.root.to(dtype), 1)
+        return self._nan_where_wrong(spans), self._for_batch(self.root.to(dtype), 1)
 
     def _for_batch(self, tensor: Tensor, dims: int) -> Tensor:
         return tensor.expand(*self.batch_shape, *tensor.shape[tensor.dim() - dims :])
 
-    def _parts(self) -> tuple[Tensor, ...]:
+    def _unvalidated_parts(self) -> tuple[Tensor, ...]:
         spans, root = self._spans_and_root()
         return spans, root, self._for_batch(self._rules().to(spans.dtype), 3)
 
@@ -238,21 +233,20 @@ class PCFG(OneSided, DynamicStructure):
     def _usable_parts(self) -> Tensor:
         return self._usable(self._lengths())
 
-    def _replace_primary(self, scores: Tensor) -> PCFG:
+    def _replace_primary(self, scores: Tensor, **others: Tensor) -> PCFG:
         """Emission is what lies on the diagonal, spans the rest."""
         emission = scores.diagonal(0, -3, -2).mT[..., self.N :]
         diagonal = torch.eye(scores.shape[-2], dtype=torch.bool, device=scores.device)
         spans = torch.where(diagonal[..., None], 0.0, scores)
         tensors = {name: t for name, (t, _) in self._tensors().items()}
-        return self._rebuild(**{**tensors, "emission": emission, "spans": spans})
+        return self._rebuild(**{**tensors, **others, "emission": emission, "spans": spans})
 
     def _with_gains(self, gains: Tensor) -> PCFG:
         given = (self.root.detach(), self._rules().detach())
         root, rules = (torch.where(t == -math.inf, -math.inf, 0.0).to(gains.dtype) for t in given)
         blank = PCFG(root, rules, self.emission, self.lengths, self.smoothing, False)
-        blank._validate_args = self._validate_args
         allowed = self._spans_and_root()[0].detach() > -math.inf
-        return blank._replace_primary(torch.where(allowed, gains, -math.inf))
+        return self._vouch_for(blank)._replace_primary(torch.where(allowed, gains, -math.inf))
 
     def _incompatible(self, include: Tensor) -> Tensor:
         """Other labels of the same span and all spans that cross it; everything, if no tree has an
@@ -400,12 +394,12 @@ class PCFG(OneSided, DynamicStructure):
 
     def rule_marginals(self) -> Tensor:
         """The expected number of uses of each rule, ``(*B, N, N+P, N+P)``. Differentiable."""
-        value, mu = self._cached()
+        value, mu = self._value_and_gradient()
         return self._refuse_infeasible("rule_marginals", value, mu[2]).to(self.dtype)
 
     def root_marginals(self) -> Tensor:
         """The probability of each symbol at the top of the tree, ``(*B, N)``. Differentiable."""
-        value, mu = self._cached()
+        value, mu = self._value_and_gradient()
         return self._refuse_infeasible("root_marginals", value, mu[1]).to(self.dtype)
 
     def _why_none(self, item: tuple[int, ...]) -> str:

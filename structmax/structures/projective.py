@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -163,8 +162,8 @@ class ProjectiveTree(DependencyTree, PackedSquare):
             return 3 * n - (self.root == "single")
         return 2 * n + (n - (self.root == "single")) * self._inner
 
-    def _given(self) -> tuple[Tensor, ...]:
-        parts = super()._given()
+    def _unvalidated_parts(self) -> tuple[Tensor, ...]:
+        parts = super()._unvalidated_parts()
         return parts if self.siblings is None else (*parts, self._in_dtype(self.siblings, 3))
 
     def _pack(self, parts: Any) -> Tensor:
@@ -184,12 +183,6 @@ class ProjectiveTree(DependencyTree, PackedSquare):
         cube = flat[..., -(side**3) :].unflatten(-1, (side, side, side))
         return (*parts, cube[..., :s, :s, :s])
 
-    def _with_gains(self, gains: Tensor) -> Any:
-        new: Any = super()._with_gains(gains)
-        if self.siblings is not None:
-            new.siblings = torch.where(self.siblings == -math.inf, -math.inf, 0.0).to(gains.dtype)
-        return new
-
     def edge_marginals(self) -> Tensor:
         """The probability of each ``[head, sibling, modifier]``, as ``siblings``. Differentiable.
 
@@ -203,5 +196,5 @@ class ProjectiveTree(DependencyTree, PackedSquare):
             raise ValueError(
                 f"{self._name}.edge_marginals: there are no siblings= scores. Use marginals()."
             )
-        value, mu = self._cached()
+        value, mu = self._value_and_gradient()
         return self._refuse_infeasible("edge_marginals", value, mu[1]).to(self.dtype)

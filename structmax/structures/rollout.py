@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
+from structmax.checks import Record
+
 if TYPE_CHECKING:
     from structmax.structures.incremental import Incremental
 
@@ -86,8 +88,9 @@ def follow(s: Incremental, choose: Choose, rows: Tensor | None = None) -> Built:
     size = len(s.inputs) if rows is None else len(rows)
     total = torch.zeros(size, dtype=s._accurate, device=s.inputs.device)
     actions, soft = [], []
-    for t in range(s._steps(s._longest)):
-        scores, logp, done = _look(s, now, t)
+    shortest, longest = map(s._steps, s._shortest_and_longest())
+    for t in range(longest):
+        scores, logp, done = _choices(s, now, t, shortest, longest)
         action, row = choose(t, scores, logp)
         taken = logp.gather(1, action[:, None]).squeeze(1)
         if done is not None:
@@ -114,8 +117,9 @@ def beam(s: Incremental, k: int, distinct: bool = False) -> Built:
     total = torch.zeros(size, 1, dtype=s._accurate, device=device)
     made = s._made() if distinct else None
     history = []  # the beam that each came from and the action taken, read backwards at the end
-    for t in range(s._steps(s._longest)):
-        _, logp, done = _look(s, now, t)  # (B·width, choices)
+    shortest, longest = map(s._steps, s._shortest_and_longest())
+    for t in range(longest):
+        _, logp, done = _choices(s, now, t, shortest, longest)  # (B·width, choices)
         width, choices = total.shape[1], logp.shape[1]
         if done is not None:  # what is finished has one way to go on
             stay = torch.where(torch.arange(choices, device=device) == 0, 0.0, -math.inf)
@@ -172,7 +176,7 @@ def known(s: Incremental, actions: Tensor, items: Tensor) -> Built:
 def _inputs(s: Incremental) -> Tensor:
     """A copy, zero in the padding."""
     inputs = s.inputs
-    if s._shortest == inputs.shape[1]:
+    if s._shortest_and_longest()[0] == inputs.shape[1]:
         return inputs.clone()
     used = torch.arange(inputs.shape[1], device=inputs.device) < s._lengths()[:, None]
     used = used[(..., *[None] * (inputs.dim() - 2))]
@@ -193,11 +197,14 @@ def _start(s: Incremental, rows: Tensor | None) -> Any:
     return now if rows is None else select(now, rows)
 
 
-def _look(s: Incremental, now: Any, t: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Scores and log-probabilities ``(N, choices)``, and who is finished, if any can be."""
+def _choices(
+    s: Incremental, now: Any, t: int, shortest: int, longest: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Scores and log-probabilities ``(N, choices)`` of step t, and who is finished, if any can be:
+    items take from ``shortest`` to ``longest`` steps."""
     counts, state = now
     scores = s.policy.scores(state)
-    least, most = s._least_choices(s._steps(s._longest) - t), s.event_shape[1]
+    least, most = s._least_choices(longest - t), s.event_shape[1]
     rows = len(pytree.tree_leaves(counts)[0])
     if scores.dim() != 2 or len(scores) != rows or not least <= scores.shape[1] <= most:
         wanted = least if least == most else f"{least} to {most}"
@@ -207,7 +214,7 @@ def _look(s: Incremental, now: Any, t: int) -> tuple[Tensor, Tensor, Tensor | No
         )
     scores = scores.float() if scores.dtype.itemsize < 4 else scores
     legal = s._legal(counts, scores.shape[1])
-    if t < s._steps(s._shortest):
+    if t < shortest:
         return scores, torch.where(legal, scores, -math.inf).log_softmax(-1), None
     done = ~legal.any(-1)
     rest = torch.where(done, 0.0, -math.inf)[:, None].to(scores.dtype)
@@ -255,18 +262,21 @@ def gumbel(like: Tensor, generator: torch.Generator | None) -> Tensor:
 class Memory:
     """The last rollout of a structure, found again by its z or by its actions.
 
-    It is dropped when a backward pass goes through it, which frees the graph, and not used if what
-    ``stamp`` is made of has changed since. Copies and pickles are empty: a graph can be neither.
+    It is dropped when a backward pass goes through it, which frees the graph, and not used if
+    somebody wrote into it, or into what the policy reads, since. Copies and pickles are empty: a
+    graph can be neither.
     """
 
     def __init__(self) -> None:
         self._kept: tuple[Tensor, Tensor, Built] | None = None
-        self._stamp: Any = None
+        self._record = Record()
         self._has_graph = False
 
-    def keep(self, stamp: Any, z: Tensor, items: Tensor, built: Built) -> None:
-        """Remembers rows of ``items`` ``(N)``, whose structures are z ``(..., *parts)``."""
-        self._kept, self._stamp = (z, items, built), (stamp, version(z))
+    def keep(self, read: list[Tensor], z: Tensor, items: Tensor, built: Built) -> None:
+        """Remembers rows of ``items`` ``(N)``, whose structures are z ``(..., *parts)``, built by a
+        policy that reads these tensors."""
+        self._kept, self._record = (z, items, built), Record()
+        self._record.add([*read, *_written(z, built)])
         self._has_graph = torch.is_grad_enabled()
         memory = weakref.ref(self)
 
@@ -278,9 +288,9 @@ class Memory:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(forget)
 
-    def find(self, stamp: Any, z: Tensor, items: Tensor) -> tuple[Tensor, Any] | None:
+    def find(self, read: list[Tensor], z: Tensor, items: Tensor) -> tuple[Tensor, Any] | None:
         """Log-probabilities ``(N)`` and state of this very z, perhaps in another shape."""
-        if (kept := self._fresh(stamp)) is None:
+        if (kept := self._fresh(read)) is None:
             return None
         known = kept[0]
         view = z._base is not None and z._base is (known if known._base is None else known._base)
@@ -288,11 +298,11 @@ class Memory:
         same = z is known or (view and whole and z.storage_offset() == known.storage_offset())
         if not same or not torch.equal(items, kept[1]):
             return None
-        return kept[2].log_prob, kept[2].state
+        return kept[2].log_prob.clone(), kept[2].state
 
-    def look_up(self, stamp: Any, actions: Tensor, items: Tensor) -> tuple[Tensor, Any] | None:
+    def look_up(self, read: list[Tensor], actions: Tensor, items: Tensor) -> Any:
         """Those of rows with these actions, in any order, if all are remembered."""
-        kept = self._fresh(stamp)
+        kept = self._fresh(read)
         if kept is None or kept[2].soft is not None or not len(items) or not len(kept[1]):
             return None
         _, known, built = kept
@@ -310,15 +320,17 @@ class Memory:
             return None
         return built.log_prob[rows], select(built.state, rows)
 
-    def _fresh(self, stamp: Any) -> tuple[Tensor, Tensor, Built] | None:
-        if self._kept is None or self._stamp != (stamp, version(self._kept[0])):
+    def _fresh(self, read: list[Tensor]) -> tuple[Tensor, Tensor, Built] | None:
+        if self._kept is None or not (self._has_graph or not torch.is_grad_enabled()):
             return None
-        return self._kept if self._has_graph or not torch.is_grad_enabled() else None
+        z, _, built = self._kept
+        return self._kept if self._record.covers([*read, *_written(z, built)]) else None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_kept": None, "_stamp": None, "_has_graph": False}
+    def __reduce__(self) -> Any:
+        return Memory, ()
 
 
-def version(tensor: Tensor) -> int:
-    """How often a tensor was written to."""
-    return 0 if tensor.is_inference() else tensor._version
+def _written(z: Tensor, built: Built) -> list[Tensor]:
+    """The tensors of a rollout that others have, and may write into."""
+    leaves = pytree.tree_leaves((z, built.log_prob, built.state))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

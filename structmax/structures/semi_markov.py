@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,19 +111,18 @@ class SemiMarkov(OneSided, DynamicStructure):
             lengths = checks.lengths(name, lengths, segments.device)
         checks.same_device(name, segments=segments, transition=transition, lengths=lengths)
         self.segments, self.transition, self.lengths = segments, transition, lengths
-        self._lengths_are_good = lengths is None
         batch = checks.batch_shape(
             name, segments=(segments, 3), transition=(transition, 2), lengths=(lengths, 0)
         )
         super().__init__(batch, (n, k, c), smoothing, validate_args)
-        if self._validate_args and checks.can_look():
-            looked_at: dict[str, tuple[Tensor, Tensor | None]] = {
-                "segments": (segments, self._inside()[..., None])
-            }
-            if transition is not None:
-                looked_at["transition"] = (transition, None)
-            checks.values(name, looked_at, lengths, n)
-            self._lengths_are_good = True
+
+    _additional = ("transition",)
+
+    def _given_scores(self) -> dict[str, tuple[Tensor, checks.Mask]]:
+        segments: tuple[Tensor, checks.Mask] = self.segments, self._usable_parts
+        if self.transition is None:
+            return {"segments": segments}
+        return {"segments": segments, "transition": (self.transition, None)}
 
     @classmethod
     def from_positions(
@@ -161,7 +159,8 @@ class SemiMarkov(OneSided, DynamicStructure):
             raise ValueError(
                 f"{name}: max_length must be at least 1, an integer, got {max_length!r}."
             )
-        scores: dict[str, tuple[Tensor, Tensor | None]] = {"unary": (unary, None)}
+        scores: dict[str, tuple[Tensor, checks.Mask]] = {"unary": (unary, None)}
+        sizes: dict[str, checks.Integers] = {}
         if duration is not None:
             checks.scores(name, "duration", duration, 2, f"(..., {max_length}, {c})")
             if duration.shape[-2:] != (max_length, c):
@@ -177,8 +176,9 @@ class SemiMarkov(OneSided, DynamicStructure):
             checks.batch_shape(name, unary=(unary, 2), lengths=(lengths, 0))
             inside = torch.arange(n, device=unary.device) < lengths[..., None].to(unary.device)
             scores["unary"] = (unary, inside[..., None])
+            sizes["lengths"] = checks.between(lengths, 1, n)
         if validate_args is not False and checks.can_look():
-            checks.values(name, scores, lengths, n)
+            checks.values(name, scores, sizes)
         if unary.dtype.itemsize < 4:
             unary = unary.float()
         ahead = torch.nn.functional.pad(unary, (0, 0, 0, max_length - 1))
@@ -207,14 +207,12 @@ class SemiMarkov(OneSided, DynamicStructure):
         start = torch.arange(n, device=self.segments.device)
         return start[:, None] + torch.arange(k, device=self.segments.device)
 
-    def _parts(self) -> tuple[Tensor, ...]:
+    def _unvalidated_parts(self) -> tuple[Tensor, ...]:
         dtype = torch.promote_types(torch.float32, self.segments.dtype)
         if self.transition is not None:
             dtype = torch.promote_types(dtype, self.transition.dtype)
         segments = self.segments.to(dtype).expand(*self.batch_shape, *self.event_shape)
-        if not self._lengths_are_good:
-            bad = torch.where(self._bad_lengths(), math.nan, 0.0).to(dtype)
-            segments = segments + bad[..., None, None, None]
+        segments = self._nan_where_wrong(segments)
         if self.transition is None:
             return (segments,)
         c = self.event_shape[-1]
@@ -251,19 +249,9 @@ class SemiMarkov(OneSided, DynamicStructure):
     def _usable_parts(self) -> Tensor:
         return self._inside()[..., None]
 
-    def _replace_primary(self, scores: Tensor) -> SemiMarkov:
-        return SemiMarkov(
-            scores, self.transition, self.lengths, self.smoothing, self._validate_args
-        )
-
-    def _with_gains(self, gains: Tensor) -> SemiMarkov:
-        new = super()._with_gains(gains)
-        assert isinstance(new, SemiMarkov)
-        if self.transition is not None:
-            new.transition = torch.where(self.transition == -math.inf, -math.inf, 0.0).to(
-                gains.dtype
-            )
-        return new
+    def _replace_primary(self, scores: Tensor, **others: Tensor) -> SemiMarkov:
+        tensors = {name: t for name, (t, _) in self._tensors().items()}
+        return self._rebuild(**{**tensors, **others, "segments": scores})
 
     def _incompatible(self, include: Tensor) -> Tensor:
         """Segments that share a position with an included one."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from structmax import checks
 from structmax.oracles import arborescence
 from structmax.smoothing import Shannon, Smoothing
 from structmax.structures.base import dot
@@ -65,8 +64,6 @@ class SpanningTree(ArcStructure):
         self._forced = _forced  # (*B, n, n): what a condition includes, symmetric
         super().__init__(scores, lengths, False, smoothing, validate_args, _forced=(_forced, 2))
         self._refuse_smoothing()
-        if self._validate_args and checks.can_look():
-            self._check_values()
 
     def _tensors(self) -> dict[str, tuple[Tensor, int]]:
         given = super()._tensors()
@@ -164,11 +161,12 @@ class SpanningTree(ArcStructure):
     def condition(self, include: Tensor | None = None, exclude: Tensor | None = None) -> Any:
         """The same structure with some edges forced in and some out; one entry of each will do."""
         new = super().condition(include, exclude)
-        if include is not None:
-            forced = include.expand(*self.batch_shape, *self.event_shape)
-            forced = forced | forced.mT
-            new._forced = forced if self._forced is None else forced | self._forced
-        return new
+        if include is None:
+            return new
+        forced = include.expand(*self.batch_shape, *self.event_shape)
+        forced = forced | forced.mT
+        forced = forced if self._forced is None else forced | self._forced
+        return new._replace_primary(new.scores, _forced=forced)
 
     def _excluded_by(self, include: Tensor) -> Tensor:
         return torch.zeros_like(include)  # no set of other edges rules out the trees without one
@@ -216,14 +214,14 @@ class SpanningTree(ArcStructure):
         value, z = super()._best()
         return self._with_forced(value), z
 
-    def _gibbs_cross_entropy(self, q: Any) -> Tensor:
-        total = super()._gibbs_cross_entropy(q)
+    def _gibbs_cross_entropy(self, q: Any, own: Tensor, mu: tuple[Tensor, ...]) -> Tensor:
+        total = super()._gibbs_cross_entropy(q, own, mu)
         if q._forced is None:
             return total
         # an edge that is no bridge of what is allowed is in a cycle, of n edges at most, and so
         # lacks in one of n trees at least where all are equally likely
         equal = self._with_gains(torch.zeros_like(self._parts()[0].detach()))
-        chance = equal._cached()[1][0]
+        chance = equal._value_and_gradient()[1][0]
         no_bridge = chance < 1 - 0.5 / self._longest
         lacks = (q._forced & q._used() & no_bridge).flatten(-2).any(-1)
         return torch.where(lacks & ~total.isnan(), math.inf, total)

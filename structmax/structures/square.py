@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -19,7 +18,6 @@ from structmax.primitive import is_transforming
 from structmax.smoothing import Smoothing
 from structmax.structures.base import Structure
 from structmax.structures.dynamic import DynamicStructure
-from structmax.structures.late_look import LateLook
 from structmax.structures.lengths import OneSided, full
 from structmax.structures.parts import PartStructure
 from structmax.tracing import is_recorded
@@ -62,7 +60,7 @@ class SquareStructure(OneSided, PartStructure):
             lengths = checks.lengths(name, lengths, scores.device)
         tensors = {name: tensor for name, (tensor, _) in extra.items()}
         checks.same_device(name, scores=scores, **tensors, lengths=lengths)
-        self.scores, self.lengths, self._lengths_are_good = scores, lengths, lengths is None
+        self.scores, self.lengths = scores, lengths
         batch = checks.batch_shape(name, scores=(scores, dims), **extra, lengths=(lengths, 0))
         super().__init__(batch, event, smoothing, validate_args)
 
@@ -77,15 +75,7 @@ class SquareStructure(OneSided, PartStructure):
             )
         return a == b != c
 
-    def _check_values(self) -> None:
-        checks.values(self._name, self._looked_at(), self.lengths, self._longest)
-        self._lengths_are_good = True
-
-    def _first_look(self) -> None:
-        """What the constructor looks at."""
-        self._check_values()
-
-    def _looked_at(self) -> dict[str, tuple[Tensor, checks.Mask]]:
+    def _given_scores(self) -> dict[str, tuple[Tensor, checks.Mask]]:
         return {"scores": (self.scores, self._usable_parts)}
 
     def _tensors(self) -> dict[str, tuple[Tensor, int]]:
@@ -115,13 +105,10 @@ class SquareStructure(OneSided, PartStructure):
         return scores.expand(*self.batch_shape, *scores.shape[scores.dim() - dims :])
 
     def _primary(self) -> Tensor:
-        scores = self._in_dtype(self.scores, len(self.event_shape))
-        if not self._lengths_are_good:
-            bad = torch.where(self._bad_lengths(), math.nan, 0.0).to(scores.dtype)
-            scores = scores + bad[(..., *[None] * len(self.event_shape))]
-        return scores
+        self._validate(late=True)
+        return self._nan_where_wrong(self._in_dtype(self.scores, len(self.event_shape)))
 
-    def _parts(self) -> tuple[Tensor, ...]:
+    def _unvalidated_parts(self) -> tuple[Tensor, ...]:
         return (self._primary(),)
 
     _trees: Any
@@ -134,9 +121,9 @@ class SquareStructure(OneSided, PartStructure):
     def _usable_parts(self) -> Tensor:
         return self._used()[..., None] if self.labelled else self._used()
 
-    def _replace_primary(self, scores: Tensor) -> Any:
+    def _replace_primary(self, scores: Tensor, **others: Tensor) -> Any:
         tensors = {name: t for name, (t, _) in self._tensors().items()}
-        return self._rebuild(**{**tensors, "scores": scores})
+        return self._rebuild(**{**tensors, **others, "scores": scores})
 
     def _incompatible(self, include: Tensor) -> Tensor:
         used = self._used()[..., None] if self.labelled else self._used()
@@ -191,13 +178,14 @@ class SquareStructure(OneSided, PartStructure):
         return every.expand(-1, *self.batch_shape, *self.event_shape) if expand else every
 
 
-class PackedSquare(LateLook, SquareStructure, DynamicStructure):
+class PackedSquare(SquareStructure, DynamicStructure):
     """A square structure on the forest engine.
 
     The forest's parts are the cells in an order in which those of a shorter item come first:
     part ``_order(i, j)`` is the cell [i, j], and an item of length n has ``_count(n)`` of them.
     """
 
+    _validates_late = True
     _drawing: ClassVar[int] = 180  # bytes for each cell that drawing the graph takes, measured
 
     def _check_room(self, sizes: Sequence[int]) -> None:
@@ -236,17 +224,9 @@ class PackedSquare(LateLook, SquareStructure, DynamicStructure):
     def _width(self) -> int:
         return self._count(self._longest) * max(self._labels, 1)
 
-    def _given(self) -> tuple[Tensor, ...]:
-        """``_parts``, which nobody may have looked at."""
-        return super()._parts()
-
-    def _parts(self) -> tuple[Tensor, ...]:
-        self._look()
-        return self._given()
-
     def _theta(self) -> Tensor:
         # a sum of all shows whether they are good; a maximum may pass over a NaN
-        return self._pack(self._given() if self._is_gibbs else self._parts())
+        return self._pack(self._unvalidated_parts() if self._is_gibbs else self._parts())
 
     def _pack(self, parts: Any) -> Tensor:
         batch, n = len(self.batch_shape), self._longest
