@@ -16,7 +16,6 @@ from structmax import checks
 from structmax.primitive import as_dtype, is_plain, is_transforming
 from structmax.smoothing import SHANNON
 from structmax.structures.base import Ranked, Structure, TopK, dot
-from structmax.tracing import is_recorded
 
 if TYPE_CHECKING:
     from structmax.sparse.result import SparseMAPResult
@@ -279,7 +278,8 @@ class PartStructure(Structure):
         """The cross-entropy, given the value and gradient of this structure."""
         value = own if q is self else q._value()
         pairs = zip(q._allowed_parts(), mu, strict=True)
-        total = sum(dot(theta, m, m.dim() - len(self.batch_shape)) for theta, m in pairs)
+        terms = [dot(theta, m, m.dim() - len(self.batch_shape)) for theta, m in pairs]
+        total = sum(terms[1:], terms[0])
         forbids = total == -math.inf
         total = as_dtype((value - total) / q.smoothing.gamma, own.dtype)
         return self._cross_entropy(own, value, forbids, total)
