@@ -154,8 +154,8 @@ def sparsemap_oracle(
             finds the gap. ``iterations`` counts the calls that the method makes. What is left of
             them serves derivatives of the active set, to find the rest of the optimal face
         init: an earlier result for similar scores, to start from. Its structures need not be
-            structures any more, so a call for each, at scores of 1 for its parts and −1 for the
-            others, confirms it; one that is not returned then is dropped
+            structures any more, so one more call for each, at scores of 1 for its parts and −1 for
+            the others, confirms it; one that is not returned then is dropped
 
     >>> def best_pair(scores):  # any two of n
     ...     return torch.zeros_like(scores).scatter(-1, scores.topk(2).indices, 1.0)
@@ -185,7 +185,7 @@ def sparsemap_oracle(
         (theta,) = plain or (given.detach(),)
         items = torch.arange(len(theta), device=theta.device)
         oracle = _UserOracle(argmax_fn, event, items, [max(max_iter, 2)])
-        start = None if init is None else _confirmed(init, oracle, theta)
+        start = None if init is None else _confirmed(init, oracle.again(), theta)
         solution = _by_torch(method, oracle, theta, size, size, int(oracle.left), tol, start)
         if not watched or method != "active-set":
             return solution
@@ -198,16 +198,14 @@ def sparsemap_oracle(
 
 
 def _confirmed(init: SparseMAPResult, oracle: _UserOracle, theta: Tensor) -> SparseMAPResult:
-    """``init`` without what an oracle does not return at scores that only this structure maximises.
-    The method keeps two calls."""
+    """``init`` without what an oracle does not return at scores that only this structure
+    maximises."""
     if not len(theta):
         return init
     counts = init.structures.detach().reshape(len(theta), -1, theta.shape[1]).to(theta)
     weights = init.probs.detach().reshape(len(theta), -1).to(theta)
     found = torch.zeros_like(weights)
     for k in (weights > 0).any(0).nonzero().squeeze(-1).tolist():
-        if oracle.left <= 2:
-            break
         z = counts[:, k]
         _, best = oracle(torch.where(theta == -torch.inf, theta, 2 * z - 1))
         same = (best == z).all(-1) & (weights[:, k] > 0)
@@ -408,6 +406,10 @@ class _UserOracle:
                 "0/1 or as counts, also where scores are -inf."
             )
         return torch.where(z != 0, scores * z, 0.0).sum(-1), z
+
+    def again(self) -> _UserOracle:
+        """The same, whose calls do not count here."""
+        return _UserOracle(self.function, self.event, self.items, self.calls.copy())
 
     def keep(self, index: Tensor) -> _UserOracle:
         return _UserOracle(self.function, self.event, self.items[index], self.calls)
