@@ -26,6 +26,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._functorch.utils import unwrap_dead_wrappers
 
 import structmax.threads  # noqa: F401  it must see every fork
+from structmax import magnitude
 from structmax.fence import Limits, clamped, mark
 from structmax.tracing import is_tracing
 
@@ -169,6 +170,8 @@ class Primitive:
     ``key`` names the static problem and ``omega`` is ``Smoothing.code``. The first three are the
     fast ones; where ``backend(scores[0])`` is ``"naive"``, the derivatives of ``naive`` stand in
     for them. ``hold(key)`` returns what must stay alive until the backward pass.
+    ``terms(scores, constants, key) -> (B)`` bounds how many scores a structure adds up; with it,
+    huge finite scores are replaced by moderate ones with the same answers (see ``magnitude``).
     """
 
     by_name: dict[str, Primitive] = {}
@@ -185,9 +188,10 @@ class Primitive:
         limits: Callable[[Tensors, str], Limits],
         backend: Callable[[Tensor], str] = backend_for,
         hold: Callable[[str], object] = lambda key: None,
+        terms: Callable[[Tensors, Tensors, str], Tensor] | None = None,
     ) -> None:
         self.name, self.score_dims, self.constant_dims = name, score_dims, constant_dims
-        self.naive, self.limits, self.hold = naive, limits, hold
+        self.naive, self.limits, self.hold, self.terms = naive, limits, hold, terms
         Primitive.by_name[name] = self
         tail = "Tensor[] constants, str key, float[] omega) -> Tensor"
 
@@ -195,6 +199,8 @@ class Primitive:
             batch = self._batch(scores)
             constants, wrong = clamped(constants, limits(scores, key))
             flat = self._flat(scores, score_dims), self._flat(constants, constant_dims)
+            if self._moderate(*flat, key, omega) is not None:
+                return mark(run_gradient(*flat, key, omega)[0].reshape(batch), wrong)
             run = naive if backend(scores[0]) == "naive" else value
             return mark(run(*flat, key, omega).reshape(batch), wrong)
 
@@ -204,10 +210,15 @@ class Primitive:
             batch = self._batch(scores)
             constants, wrong = clamped(constants, limits(scores, key))
             run = self._naive_gradient if backend(scores[0]) == "naive" else gradient
-            if len(batch) == 1:  # which is what the functions know
-                return [mark(t, wrong) for t in run(scores, constants, key, omega)]
-            flat = self._flat(scores, score_dims), self._flat(constants, constant_dims)
-            a, *mu = run(*flat, key, omega)
+            flat: tuple[Tensors, Tensors] = scores, constants  # of one dimension, as functions know
+            if len(batch) != 1:
+                flat = self._flat(scores, score_dims), self._flat(constants, constant_dims)
+            smaller = self._moderate(*flat, key, omega)
+            a, *mu = run(smaller or flat[0], flat[1], key, omega)
+            if smaller is not None:
+                a = magnitude.value_of(a, mu, flat[0], smaller)
+            if len(batch) == 1:
+                return [mark(t, wrong) for t in (a, *mu)]
             pairs = zip([a, *mu], [batch, *(s.shape for s in scores)], strict=True)
             return [mark(t.reshape(shape), wrong) for t, shape in pairs]
 
@@ -216,8 +227,10 @@ class Primitive:
         ) -> list[Tensor]:
             flat = self._flat(scores, score_dims), self._flat(directions, score_dims)
             constants, wrong = clamped(constants, limits(scores, key))
+            constants = self._flat(constants, constant_dims)
+            smaller = self._moderate(flat[0], constants, key, omega)
             run = self._naive_hvp if backend(scores[0]) == "naive" else hvp
-            w = run(*flat, self._flat(constants, constant_dims), key, omega)
+            w = run(smaller or flat[0], flat[1], constants, key, omega)
             return [mark(m.reshape(s.shape), wrong) for m, s in zip(w, scores, strict=True)]
 
         def fake_value(scores: Tensors, *rest: Any) -> Tensor:
@@ -265,6 +278,15 @@ class Primitive:
     def _flat(tensors: Tensors, dims: tuple[int, ...]) -> list[Tensor]:
         """Every tensor with its batch dimensions made one."""
         return [flatten_batch(t, d) for t, d in zip(tensors, dims, strict=True)]
+
+    def _moderate(
+        self, scores: Tensors, constants: Tensors, key: str, omega: Omega
+    ) -> list[Tensor] | None:
+        """Moderate scores with the same answers if these have huge ones, else None."""
+        terms = self.terms
+        if terms is None:
+            return None
+        return magnitude.moderate(scores, lambda: terms(scores, constants, key), omega)
 
     def value(self, scores: Tensors, constants: Tensors, key: str, omega: Omega) -> Tensor:
         """A, differentiable."""

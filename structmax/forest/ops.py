@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,6 +59,14 @@ def _hvp(
     return [engine.hvp(lookup(key), scores[0], directions[0], constants[0], tuple(omega))]
 
 
+def _terms(scores: Tensors, constants: Tensors, key: str) -> Tensor:
+    """The most parts in a derivation of each item, from its nodes where the number varies."""
+    forest = lookup(key)
+    goal = constants[0].long().clamp(0, forest.num_nodes - 1).numpy()
+    uniform = forest.part_counts[goal]
+    return torch.from_numpy(np.where(uniform > 0, uniform, 2 * forest.derivation_size[goal]))
+
+
 def goals(key: str) -> Limits:
     """Goals are nodes of the forest."""
     return [(0, lookup(key).num_nodes - 1)]
@@ -73,6 +82,7 @@ forest = Primitive(
     _naive,
     lambda scores, key: goals(key),
     hold=lookup,
+    terms=_terms,
 )
 
 

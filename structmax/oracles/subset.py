@@ -82,6 +82,11 @@ def _hvp(
     return [(t / gamma).to(scores[0].dtype) for t in w]
 
 
+def _terms(scores: Tensors, constants: Tensors, key: str) -> Tensor:
+    """A score for each position, of taking or of leaving it."""
+    return constants[0]
+
+
 subset = Primitive(
     "subset",
     (1, 1),
@@ -91,6 +96,7 @@ subset = Primitive(
     _hvp,
     naive,
     lambda scores, key: [(1, scores[0].shape[-1])],
+    terms=_terms,
 )
 
 

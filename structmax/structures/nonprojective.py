@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from structmax import checks
+from structmax import checks, magnitude
 from structmax.oracles import arborescence, matrix_tree
 from structmax.smoothing import SHANNON, Shannon
 from structmax.structures.base import uniform
@@ -65,12 +65,19 @@ class ArcStructure(SquareStructure):
         return "single" if self._single else "multi"
 
     def _value(self) -> Tensor:
-        return matrix_tree.matrix_tree.value(*self._sum()).to(self._parts()[0].dtype)
+        return self._as_finite(matrix_tree.matrix_tree.value(*self._sum()))
 
     def _value_and_gradient(self) -> tuple[Tensor, tuple[Tensor, ...]]:
         value, mu = matrix_tree.matrix_tree.value_and_gradient(*self._sum())
         dtype = self._parts()[0].dtype
-        return value.to(dtype), (self._from_arcs(mu).to(dtype),)
+        return self._as_finite(value), (self._from_arcs(mu).to(dtype),)
+
+    def _as_finite(self, value: Tensor) -> Tensor:
+        """A in the dtype of the scores; what is finite stays finite."""
+        dtype = self._parts()[0].dtype
+        if value.dtype == dtype:
+            return value
+        return magnitude.clamped(value, torch.finfo(dtype).max).to(dtype)
 
     # -- discrete queries -------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from structmax import magnitude
 from structmax.oracles import arborescence
 from structmax.smoothing import Shannon, Smoothing
 from structmax.structures.base import dot
@@ -92,6 +93,7 @@ class SpanningTree(ArcStructure):
     def _edges(self) -> Tensor:
         """The score of each edge, in both its entries."""
         scores = torch.where(self._used(), self._primary(), 0.0).double()
+        scores = magnitude.clamped(scores, torch.finfo(scores.dtype).max / 2)
         return scores + scores.transpose(-1, -2)
 
     def _arcs(self) -> Tensor:

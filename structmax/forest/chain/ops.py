@@ -170,6 +170,11 @@ def _hvp(
     return w if gamma == 1.0 else [(t / gamma).to(scores[0].dtype) for t in w]
 
 
+def _terms(scores: Tensors, constants: Tensors, key: str) -> Tensor:
+    """n tags, n − 1 transitions, start and end."""
+    return 2 * constants[0] + 1
+
+
 def _limits(scores: Tensors, key: str) -> Limits:
     return [(1, scores[0].shape[-2])]
 
@@ -179,9 +184,11 @@ def _limits_of_loss(scores: Tensors, key: str) -> Limits:
 
 
 _functions = (_value, _gradient, _hvp, _naive)
-chain = Primitive("chain", (2, 3, 1, 1), (0,), *_functions, _limits, _backend)
-plain_chain = Primitive("plain_chain", (2, 3), (0,), *_functions, _limits, _backend)
-chain_loss = Primitive("chain_loss", (2, 3, 1, 1), (0, 1), *_functions, _limits_of_loss, _backend)
+chain = Primitive("chain", (2, 3, 1, 1), (0,), *_functions, _limits, _backend, terms=_terms)
+plain_chain = Primitive("plain_chain", (2, 3), (0,), *_functions, _limits, _backend, terms=_terms)
+chain_loss = Primitive(
+    "chain_loss", (2, 3, 1, 1), (0, 1), *_functions, _limits_of_loss, _backend, terms=_terms
+)
 
 
 @fenced([4], lambda unary, *others: [(1, unary.shape[-2])])

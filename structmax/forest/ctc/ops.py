@@ -58,6 +58,11 @@ def _hvp(
     return [_engine(scores[0]).hvp(scores[0], *args)]
 
 
+def _terms(scores: Tensors, constants: Tensors, key: str) -> Tensor:
+    """A score for each frame."""
+    return constants[1]
+
+
 ctc = Primitive(
     "ctc",
     (2,),
@@ -67,6 +72,7 @@ ctc = Primitive(
     _hvp,
     _naive,
     lambda scores, key: [None, None, None],  # kernels validate them all
+    terms=_terms,
 )
 
 

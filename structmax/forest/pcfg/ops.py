@@ -216,12 +216,17 @@ def _with_direction(
     return Grammar(scores, lengths, gamma), Grammar(v, lengths, 1.0, outside=0.0)
 
 
+def _terms(scores: Tensors, constants: Tensors, key: str) -> Tensor:
+    """A tree of n words has 2n − 1 spans, n − 1 rules and a root symbol."""
+    return 3 * constants[0]
+
+
 def _limits(scores: Tensors, key: str = "") -> Limits:
     """Lengths are those of the chart at most."""
     return [(1, scores[0].shape[-2])]
 
 
-pcfg = Primitive("pcfg", (3, 1, 3), (0,), _value, _gradient, _hvp, _naive, _limits)
+pcfg = Primitive("pcfg", (3, 1, 3), (0,), _value, _gradient, _hvp, _naive, _limits, terms=_terms)
 
 
 # -- the primitive of low rank, Shannon with γ = 1 -----------------------------------------------
