@@ -42,7 +42,8 @@ class Record:
 
     torch counts the writes into a tensor, so that a tensor of another version has to be validated
     again. It counts none of those into an inference tensor, which is therefore never recorded, and
-    none that go round it (``.data``, numpy). Copies and pickles are empty.
+    none that go round it (``.data``, numpy): integers on the CPU, which are few, are compared with
+    those that were validated. Copies and pickles are empty.
 
     >>> scores, record = torch.zeros(2), Record()
     >>> record.add([scores])
@@ -50,16 +51,24 @@ class Record:
     True
     >>> record.covers([scores.add_(1)])
     False
+    >>> lengths = torch.tensor([3])
+    >>> record.add([lengths])
+    >>> lengths.data.add_(1)
+    tensor([4])
+    >>> record.covers([lengths])
+    False
     """
 
     def __init__(self) -> None:
-        self._versions: dict[int, tuple[Tensor, int]] = {}
+        self._states: dict[int, tuple[Tensor, int, bytes | None]] = {}
 
     def covers(self, tensors: Iterable[Tensor]) -> bool:
         """Whether all of these tensors were validated and none was written into since."""
         for tensor in tensors:
-            known, version = self._versions.get(id(tensor), (None, 0))
+            known, version, numbers = self._states.get(id(tensor), (None, 0, None))
             if known is not tensor or tensor._version != version:
+                return False
+            if numbers is not None and _numbers(tensor) not in (numbers, None):
                 return False
         return True
 
@@ -67,10 +76,20 @@ class Record:
         """Records that these tensors were validated."""
         for tensor in tensors:
             if not tensor.is_inference():
-                self._versions[id(tensor)] = tensor, tensor._version
+                self._states[id(tensor)] = tensor, tensor._version, _numbers(tensor)
 
     def __reduce__(self) -> Any:
         return Record, ()
+
+
+def _numbers(tensor: Tensor) -> bytes | None:
+    """The numbers of an integer tensor; None if it is none, or would have to be waited for."""
+    if tensor.device.type != "cpu" or tensor.is_floating_point() or type(tensor) is not Tensor:
+        return None
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    if wrapped or torch._C._len_torch_dispatch_stack():
+        return None
+    return tensor.numpy().tobytes()
 
 
 class Derived:

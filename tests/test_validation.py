@@ -257,6 +257,23 @@ def test_a_record_tells_tensors_and_versions_apart() -> None:
     assert record.covers([t]) and not copy.deepcopy(record).covers([t])
 
 
+@pytest.mark.parametrize("write", [lambda t: t.data.add_(9), lambda t: t.numpy().fill(9)])
+def test_a_record_sees_integers_that_torch_counts_no_writes_into(write) -> None:
+    record, lengths = Record(), torch.tensor([3, 4])
+    record.add([lengths, torch.zeros(2)])
+    assert record.covers([lengths])
+    write(lengths)
+    assert not record.covers([lengths])
+    lengths = torch.tensor([3, 4])
+    s = sx.SemiMarkov(torch.zeros(2, 17, 2, 2), lengths=lengths, smoothing=sx.Gini())
+    s.log_partition()
+    write(lengths)
+    lengths.data[0] = 18  # for which the forest, whose size is rounded up, has a node
+    for query in (s.log_partition, s.marginals, s.argmax):
+        with pytest.raises(ValueError, match=r"must be between 1 and 17, got 18 for item 0"):
+            query()
+
+
 def test_what_is_derived_follows_its_tensors() -> None:
     t, calls, derived = torch.tensor([1]), [], Derived()
 
