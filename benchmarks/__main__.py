@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from benchmarks import alignment, chains, combinatorial, maps, sparsemap, trees
+from benchmarks import alignment, chains, combinatorial, maps, sparsemap, strides, trees
 from benchmarks.growth import STRUCTURES, Growth, run_growth
 from benchmarks.harness import Case, OutOfTime, Row, run_case
 from benchmarks.latency import Latency, run_latency
 from benchmarks.report import as_json, environment, show
 
 CASES: dict[str, Case] = {**chains.CASES, **trees.CASES, **alignment.CASES}
-CASES |= {**combinatorial.CASES, **maps.CASES, **sparsemap.CASES}
+CASES |= {**combinatorial.CASES, **maps.CASES, **sparsemap.CASES, **strides.CASES}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -22,6 +22,7 @@ from llvmlite import ir
 from numba import types
 from numba.core.sigutils import normalize_signature
 from numba.extending import intrinsic, overload
+from numpy.typing import NDArray
 
 from structmax.threads import run_chunks as run_chunks
 
@@ -337,9 +338,18 @@ def _below_infinity(x: Any) -> bool:
     return not bad
 
 
+def array(tensor: torch.Tensor, dtype: Any = None) -> NDArray[Any]:
+    """The numbers of a tensor as a contiguous array, of a numpy ``dtype`` if one is given.
+
+    A tensor that is contiguous already gives its own memory. Others are copied by numpy: torch
+    would use all its threads, which then spin for a while in the way of our kernels.
+    """
+    return np.require(tensor.detach().numpy(), dtype, "C")
+
+
 def all_below_infinity(tensor: torch.Tensor) -> bool:
     """Whether no entry is NaN or +inf."""
-    flat, size = tensor.contiguous().view(-1).numpy(), 1 << 14
+    flat, size = array(tensor).reshape(-1), 1 << 14
     bad = []
 
     def task(low: int, high: int) -> None:

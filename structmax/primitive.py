@@ -419,7 +419,18 @@ def flatten_batch(tensor: Tensor, event_dim: int) -> Tensor:
     if tensor.numel() and all(stride == 0 for stride in tensor.stride()[:batch]):
         items = tensor.shape[:batch].numel()
         return tensor[(0,) * batch].expand(items, *event)
-    return tensor.reshape(tensor.shape[:batch].numel(), *event)
+    return _reshaped(tensor, (tensor.shape[:batch].numel(), *event))
+
+
+def _reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``tensor.reshape(shape)``; numpy makes the copy where nobody watches, since torch would wake
+    all its threads for it."""
+    known = tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64)
+    if not known or tensor.is_contiguous() or not is_plain((tensor,)) or is_transforming((tensor,)):
+        return tensor.reshape(shape)
+    if torch._C._functorch.is_legacy_batchedtensor(tensor):  # autograd.grad(is_grads_batched=…)
+        return tensor.reshape(shape)
+    return torch.from_numpy(tensor.detach().numpy().reshape(shape))  # a view where there is one
 
 
 def _times(scale: Tensor, tensor: Tensor) -> Tensor:

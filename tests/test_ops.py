@@ -769,3 +769,33 @@ def test_compile_over_sizes(omega: sx.Smoothing) -> None:
         (b,) = torch.autograd.grad(step(unary, lengths), unary)
         close(a, b)
         close(compiled(unary.detach(), lengths), step(unary.detach(), lengths))
+
+
+def copies_by_torch(run: Callable[[], object]) -> int:
+    """How many copies torch makes."""
+    run()  # compiles
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        run()
+    return sum(event.count for event in found.key_averages() if event.key == "aten::copy_")
+
+
+STRIDED: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
+    "sparsemax": ((6, 20), sx.sparsemax),
+    "entmax": ((2, 3, 20), sx.entmax),
+    "chain": ((2, 4, 3, 6), lambda t: sx.LinearChain(torch.zeros(2, 5, 3), t).marginals()),
+    "batches": ((2, 3, 5, 8), lambda t: sx.Alignment(t).marginals()),
+    "ctc": ((2, 5, 8), lambda t: sx.CTC(t, torch.tensor([[1, 2]] * 2)).marginals()),
+    "matchings": ((2, 4, 8), lambda t: sx.Assignment(t).argmax()),
+    "argmax": ((2, 4, 8), lambda t: sx.LinearChain(t, torch.zeros(4, 4)).argmax_tags()),
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_scores_with_strides_are_not_copied_by_torch(name: str) -> None:
+    """It would use all its threads, which takes many times as long as a small copy."""
+    shape, run = STRIDED[name]
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    sliced = x[..., ::2]
+    whole = sliced.contiguous()
+    torch.testing.assert_close(run(sliced), run(whole))
+    assert copies_by_torch(lambda: run(sliced)) == copies_by_torch(lambda: run(whole))

@@ -34,7 +34,7 @@ from torch import Tensor
 from structmax.forest.cpu_charts import block_of, work_of
 from structmax.forest.runs import edges_of
 from structmax.forest.topology import Forest, Ints
-from structmax.jit import exp, kernel, run_chunks
+from structmax.jit import array, exp, kernel, run_chunks
 from structmax.smoothing import HARD, SHANNON
 
 LANES = 16
@@ -603,14 +603,10 @@ Code = tuple[float, float, float]
 _HARD: Code = (HARD, 1.0, 1.0)
 
 
-def _numpy(tensor: Tensor) -> NDArray:
-    return tensor.detach().contiguous().numpy()
-
-
 def value(forest: Forest, scores: Tensor, goal: Tensor, code: Code) -> Tensor:
     """A ``(B)`` for scores ``(B, P)``."""
     out = torch.empty(len(scores), dtype=scores.dtype)
-    theta, goals, a = _numpy(scores), _numpy(goal.int()), out.numpy()
+    theta, goals, a = array(scores), array(goal.int()), out.numpy()
 
     def task(items: slice | NDArray) -> None:
         a[items] = Block(forest, theta[items], goals[items], code).values()
@@ -649,7 +645,7 @@ def gradient(forest: Forest, scores: Tensor, goal: Tensor, code: Code) -> tuple[
     """A ``(B)`` and its gradient ``(B, P)``."""
     value = torch.empty(len(scores), dtype=scores.dtype)
     mu = torch.empty_like(scores, memory_format=torch.contiguous_format)
-    theta, goals, a, m = _numpy(scores), _numpy(goal.int()), value.numpy(), mu.numpy()
+    theta, goals, a, m = array(scores), array(goal.int()), value.numpy(), mu.numpy()
 
     def task(items: slice | NDArray) -> None:
         block = Block(forest, theta[items], goals[items], code)
@@ -668,7 +664,7 @@ def gradient(forest: Forest, scores: Tensor, goal: Tensor, code: Code) -> tuple[
 def hvp(forest: Forest, scores: Tensor, direction: Tensor, goal: Tensor, code: Code) -> Tensor:
     """The Hessian of A times a direction ``(B, P)``."""
     out = torch.empty_like(scores, memory_format=torch.contiguous_format)
-    theta, v, goals, w = _numpy(scores), _numpy(direction), _numpy(goal.int()), out.numpy()
+    theta, v, goals, w = array(scores), array(direction), array(goal.int()), out.numpy()
 
     def task(low: int, high: int) -> None:
         w[low:high] = Block(forest, theta[low:high], goals[low:high], code).hvp(v[low:high])
@@ -681,7 +677,7 @@ def backpointers(forest: Forest, scores: Tensor, code: Code) -> Tensor:
     """q ``(B, e)``, float64: at every node, the distribution over its incoming edges."""
     # of a forest by rule that is too large for lists, ``head`` is refused
     out = torch.empty(len(scores), len(forest.head), dtype=torch.float64)
-    theta, q = _numpy(scores), out.numpy()
+    theta, q = array(scores), out.numpy()
     last = np.full(len(scores), forest.num_nodes - 1, np.int32)
 
     def task(low: int, high: int) -> None:
@@ -696,7 +692,7 @@ def sample(
 ) -> Tensor:
     """Part counts ``(S, B, width)`` of draws; ``uniform (S, B, ·)`` holds a number per visit."""
     out = torch.empty(*uniform.shape[:2], width, dtype=scores.dtype)
-    theta, goals, u, z = _numpy(scores), _numpy(goal.int()), _numpy(uniform), out.numpy()
+    theta, goals, u, z = array(scores), array(goal.int()), array(uniform), out.numpy()
 
     def task(low: int, high: int) -> None:
         block = Block(forest, theta[low:high], goals[low:high], code)
@@ -710,7 +706,7 @@ def argmax(forest: Forest, scores: Tensor, goal: Tensor, width: int) -> tuple[Te
     """The value under hard max and the part counts ``(B, width)`` of one best derivation."""
     value = torch.empty(len(scores), dtype=scores.dtype)
     out = torch.empty(len(scores), width, dtype=scores.dtype)
-    theta, goals, a, z = _numpy(scores), _numpy(goal.int()), value.numpy(), out.numpy()
+    theta, goals, a, z = array(scores), array(goal.int()), value.numpy(), out.numpy()
 
     def task(low: int, high: int) -> None:
         block = Block(forest, theta[low:high], goals[low:high], _HARD)
@@ -724,7 +720,7 @@ def argmax(forest: Forest, scores: Tensor, goal: Tensor, width: int) -> tuple[Te
 def max_marginals(forest: Forest, scores: Tensor, goal: Tensor, width: int) -> Tensor:
     """``(B, width)``: the best score of a derivation that uses each part."""
     out = torch.empty(len(scores), width, dtype=scores.dtype)
-    theta, goals, m = _numpy(scores), _numpy(goal.int()), out.numpy()
+    theta, goals, m = array(scores), array(goal.int()), out.numpy()
 
     def task(low: int, high: int) -> None:
         m[low:high] = Block(forest, theta[low:high], goals[low:high], _HARD).max_marginals(width)
@@ -739,7 +735,7 @@ def kbest(
     """Scores ``(B, k)``, −inf past the last derivation, and part counts ``(B, k, width)``."""
     best = torch.empty(len(scores), k, dtype=scores.dtype)
     out = torch.empty(len(scores), k, width, dtype=scores.dtype)
-    theta, goals, a, z = _numpy(scores.double()), _numpy(goal.int()), best.numpy(), out.numpy()
+    theta, goals, a, z = array(scores.double()), array(goal.int()), best.numpy(), out.numpy()
 
     def task(low: int, high: int) -> None:
         lists = forest.incoming()

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from structmax.jit import exp, kernel, log, run_chunks
+from structmax.jit import array, exp, kernel, log, run_chunks
 
 INF = math.inf
 
@@ -614,14 +614,10 @@ def normmax_backward_rows(p, g, alpha, out, low, high):
             out[row, i] -= p[row, i] * total
 
 
-def _numpy(tensor: Tensor) -> NDArray:
-    return tensor.detach().contiguous().numpy()
-
-
 def _forward(x: Tensor, solve: Callable[..., None], argument: object) -> Tensor:
     """Runs ``solve(x, bits, argument, p, low, high)`` over chunks of rows."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    rows, p = _numpy(x), out.numpy()
+    rows, p = array(x), out.numpy()
     bits = rows.view(np.int32 if rows.itemsize == 4 else np.int64)
 
     def task(low: int, high: int) -> None:
@@ -632,7 +628,7 @@ def _forward(x: Tensor, solve: Callable[..., None], argument: object) -> Tensor:
 
 
 def _alpha(parameters: list[Tensor], options: list[float]) -> NDArray:
-    return _numpy(parameters[0].double()).reshape(-1) if parameters else np.array(options[:1])
+    return array(parameters[0].double()).reshape(-1) if parameters else np.array(options[:1])
 
 
 def entmax(x: Tensor, parameters: list[Tensor], options: list[float]) -> Tensor:
@@ -645,7 +641,7 @@ def entmax_backward(
     out = torch.empty_like(p, memory_format=torch.contiguous_format)
     alpha = _alpha(parameters, options)
     slope = np.empty(len(p) if parameters else 0)
-    rows, against, result = _numpy(p), _numpy(g), out.numpy()
+    rows, against, result = array(p), array(g), out.numpy()
 
     def task(low: int, high: int) -> None:
         entmax_backward_rows(rows, against, alpha, result, slope, low, high)
@@ -670,7 +666,7 @@ def sparsemax(x: Tensor, parameters: list[Tensor], options: list[float]) -> Tens
 
 def _center(p: Tensor, g: Tensor, upper: float) -> list[Tensor]:
     out = torch.empty_like(p, memory_format=torch.contiguous_format)
-    rows, against, result = _numpy(p), _numpy(g), out.numpy()
+    rows, against, result = array(p), array(g), out.numpy()
 
     def task(low: int, high: int) -> None:
         center_rows(rows, against, upper, result, low, high)
@@ -703,7 +699,7 @@ def normmax_backward(
     p: Tensor, g: Tensor, parameters: list[Tensor], options: list[float]
 ) -> list[Tensor]:
     out = torch.empty_like(p, memory_format=torch.contiguous_format)
-    rows, against, result = _numpy(p), _numpy(g), out.numpy()
+    rows, against, result = array(p), array(g), out.numpy()
 
     def task(low: int, high: int) -> None:
         normmax_backward_rows(rows, against, options[0], result, low, high)

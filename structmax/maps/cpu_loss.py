@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from structmax.jit import kernel, run_chunks
+from structmax.jit import array, kernel, run_chunks
 from structmax.maps.cpu import kept_mass, solve_row
 
 INF = math.inf
@@ -68,13 +68,13 @@ def entmax_loss(
     x: Tensor, target: Tensor, alpha: float, ignore: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """d, rows and place, as in ``structmax.losses.entmax_loss.Fused``."""
-    x = (x if x.dtype.itemsize >= 4 else x.float()).detach().contiguous()
+    x = torch.from_numpy(array(x if x.dtype.itemsize >= 4 else x.float()))
     d = torch.empty_like(x)
     rows = torch.empty(3, len(x), dtype=x.dtype)
     place = torch.empty(len(x), dtype=torch.long)
     scores = x.numpy()
     bits = scores.view(np.int32 if scores.itemsize == 4 else np.int64)
-    rest = target.contiguous().numpy(), alpha, ignore, d.numpy(), rows.numpy(), place.numpy()
+    rest = array(target), alpha, ignore, d.numpy(), rows.numpy(), place.numpy()
 
     def task(low: int, high: int) -> None:
         entmax_loss_rows(scores, bits, *rest, low, high)

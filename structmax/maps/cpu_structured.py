@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from structmax.jit import exp, kernel, run_chunks
+from structmax.jit import array, exp, kernel, run_chunks
 
 INF = math.inf
 LANES = 16  # rows that are sorted side by side
@@ -469,10 +469,6 @@ def bounded_backward_rows(p, g, upper, lower, x, soft, g_x, g_upper, g_lower):
 # ------------------------------------------------------------------------------------------- ops
 
 
-def _numpy(tensor: Tensor) -> NDArray:
-    return tensor.detach().contiguous().numpy()
-
-
 def _run(rows: Callable[..., None], arrays: list[NDArray], rest: tuple, outs: int) -> list[Tensor]:
     """``rows(*arrays, *rest, *outs)`` over chunks of rows, into new arrays like the first."""
     out = [torch.from_numpy(np.empty_like(arrays[0])) for _ in range(outs)]
@@ -488,35 +484,35 @@ def _run(rows: Callable[..., None], arrays: list[NDArray], rest: tuple, outs: in
 
 
 def fusedmax(x: Tensor, parameters: list[Tensor], options: list[float]) -> Tensor:
-    return _run(fusedmax_rows, [_numpy(x)], (options[0],), 1)[0]
+    return _run(fusedmax_rows, [array(x)], (options[0],), 1)[0]
 
 
 def fusedmax_backward(
     p: Tensor, g: Tensor, parameters: list[Tensor], options: list[float]
 ) -> list[Tensor]:
-    return _run(fusedmax_backward_rows, [_numpy(p), _numpy(g)], (options[0],), 1)
+    return _run(fusedmax_backward_rows, [array(p), array(g)], (options[0],), 1)
 
 
 def oscarmax(x: Tensor, parameters: list[Tensor], options: list[float]) -> Tensor:
-    return _run(oscarmax_rows, [_numpy(x)], (options[0],), 1)[0]
+    return _run(oscarmax_rows, [array(x)], (options[0],), 1)[0]
 
 
 def oscarmax_backward(
     p: Tensor, g: Tensor, parameters: list[Tensor], options: list[float]
 ) -> list[Tensor]:
-    probs = _numpy(p)
+    probs = array(p)
     bits = probs.view(np.uint32 if probs.dtype == np.float32 else np.uint64)
-    return _run(oscarmax_backward_rows, [probs, bits, _numpy(g)], (options[0],), 1)
+    return _run(oscarmax_backward_rows, [probs, bits, array(g)], (options[0],), 1)
 
 
 def _bounded(x: Tensor, parameters: list[Tensor], options: list[float], soft: bool) -> Tensor:
     upper, lower, _ = parameters
-    arrays = [_numpy(t) for t in (x, upper, lower)]
+    arrays = [array(t) for t in (x, upper, lower)]
     return _run(bounded_rows, arrays, (options[0], soft), 1)[0]
 
 
 def _bounded_backward(p: Tensor, g: Tensor, parameters: list[Tensor], soft: bool) -> list[Tensor]:
-    arrays = [_numpy(t) for t in (p, g, *parameters)]
+    arrays = [array(t) for t in (p, g, *parameters)]
     out = _run(bounded_backward_rows, [arrays[0], arrays[1], *arrays[2:]], (soft,), 3)
     return [*out, torch.zeros_like(p)]
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from structmax.jit import kernel, run_chunks
+from structmax.jit import array, kernel, run_chunks
 from structmax.oracles.lanes_cpu import LANES, largest
 
 
@@ -287,7 +287,7 @@ def _kbest_items(
 
 
 def _arrays(theta: Tensor, lengths: Tensor) -> tuple[Any, Any]:
-    return theta.double().contiguous().numpy(), lengths.long().contiguous().numpy()
+    return array(theta, np.float64), array(lengths, np.int64)
 
 
 def argmax(theta: Tensor, lengths: Tensor, single: bool) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from structmax.jit import kernel, run_chunks
+from structmax.jit import array, kernel, run_chunks
 
 INF = math.inf
 
@@ -246,7 +246,7 @@ def _kbest(low: int, high: int, scores: Any, rows: Any, columns: Any, best: Any,
 
 
 def _arrays(scores: Tensor, rows: Tensor, columns: Tensor) -> list[Any]:
-    return [scores.contiguous().numpy(), *(t.long().contiguous().numpy() for t in (rows, columns))]
+    return [array(scores), *(array(t, np.int64) for t in (rows, columns))]
 
 
 def argmax(scores: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from structmax.jit import kernel, run_chunks
+from structmax.jit import array, kernel, run_chunks
 
 
 @kernel
@@ -104,6 +104,6 @@ def grid_path(scores: Tensor, diagonal: bool) -> tuple[Tensor, Tensor]:
     """Scores of the best paths ``(B)`` and their cells ``(B, h, w)``, by Dijkstra's algorithm."""
     items, h, w = scores.shape
     best, z = torch.empty(items, dtype=torch.float64), torch.empty(scores.shape, dtype=scores.dtype)
-    arrays = scores.contiguous().numpy(), diagonal, best.numpy(), z.numpy()
+    arrays = array(scores), diagonal, best.numpy(), z.numpy()
     run_chunks(lambda low, high: _shortest_items(low, high, *arrays), items, 40 * h * w)
     return best.to(scores.dtype), z

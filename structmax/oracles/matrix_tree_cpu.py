@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from structmax.jit import exp, kernel, log, run_chunks
+from structmax.jit import array, exp, kernel, log, run_chunks
 
 GRADIENT, HVP, DRAW = 0, 1, 2
 CALM = 10.0  # nats of spread up to which subtractions cost less than five digits of sixteen
@@ -476,7 +476,7 @@ def _tree_items(
 
 
 def _arrays(theta: Tensor, lengths: Tensor) -> tuple[Any, Any]:
-    return theta.double().contiguous().numpy(), lengths.long().contiguous().numpy()
+    return array(theta, np.float64), array(lengths, np.int64)
 
 
 def value(theta: Tensor, lengths: Tensor, single: bool, gamma: float) -> Tensor:
@@ -492,7 +492,7 @@ def _trees(
     mode: int, theta: Tensor, lengths: Tensor, single: bool, gamma: float, extra: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     items, s, _ = theta.shape
-    numbers = extra.double().contiguous().numpy()
+    numbers = array(extra, np.float64)
     none = np.empty((0, 0, 0))
     value = torch.empty(items, dtype=torch.float64)
     out = torch.zeros(0 if mode == DRAW else items, s, s, dtype=torch.float64)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from structmax import fence
 from structmax.forest.topology import lookup
-from structmax.jit import run_chunks
+from structmax.jit import array, run_chunks
 from structmax.sparse import oracles_cpu as compiled
 from structmax.sparse.linear_cpu import Face
 from structmax.sparse.result import Solution, SparseMAPResult
@@ -89,7 +89,7 @@ def _start(init: SparseMAPResult | None, items: int, size: int) -> tuple[NDArray
 def _ints(structure: PartStructure, name: str, given: Tensor, low: int, high: int) -> NDArray:
     """Integers ``(*batch)`` between two numbers as kernels read them."""
     sizes = fence.require(f"{structure._name}.sparsemap", name, given.long(), low, high)
-    return sizes.reshape(-1).contiguous().numpy()
+    return array(sizes.reshape(-1), np.int64)
 
 
 def _lengths(structure: Any) -> NDArray:
@@ -150,7 +150,7 @@ def _forest(
     if not bool(((source < 0) | (packed == given) | given.isnan()).all()):
         return None  # the forest's scores are not those of parts, but made from them
     goals = _ints(structure, "goal", structure._goal(), 0, forest.num_nodes - 1)
-    arrays = packed.contiguous().numpy(), source.contiguous().numpy(), goals
+    arrays = array(packed), array(source), goals
     longest = int(forest.longest)
     return (
         lambda *a: compiled.forests(*a, *arrays, forest.incoming(), longest),

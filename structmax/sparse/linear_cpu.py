@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from structmax.jit import kernel, run_chunks
+from structmax.jit import array, kernel, run_chunks
 from structmax.sparse.active_set_cpu import _dot, _subtract
 from structmax.sparse.oracles_cpu import Found
 
@@ -151,7 +151,7 @@ class Face:
             "hull": (_hull, self.means),
         }[name]
         out = np.empty_like(like)
-        self._run(function, x.detach().contiguous().numpy(), out)
+        self._run(function, array(x), out)
         return torch.from_numpy(out)
 
     def _run(self, function: Any, *arrays: Any) -> None:

@@ -22,7 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from structmax.jit import exp, from_ordinal, kernel, ordinal, run_chunks
+from structmax.jit import array, exp, from_ordinal, kernel, ordinal, run_chunks
+from structmax.primitive import as_dtype
 
 INF = math.inf
 TINY = 1e-25  # far above the smallest float32, far below any sum that matters
@@ -735,12 +736,9 @@ def extremes(x):
 
 def _array(tensor: Tensor, dtype: torch.dtype) -> NDArray:
     """A contiguous array; a tensor that is one item expanded over the batch gives that item."""
-    tensor = tensor.detach()
-    if tensor.dtype != dtype:
-        tensor = tensor.to(dtype)
     if tensor.shape[0] > 1 and tensor.stride(0) == 0:
         tensor = tensor[:1]
-    return tensor.contiguous().numpy()
+    return array(as_dtype(tensor.detach(), dtype))
 
 
 def _work(unary: Tensor) -> int:
@@ -750,7 +748,7 @@ def _work(unary: Tensor) -> int:
 def _inputs(
     unary: Tensor, transition: Tensor, start: Tensor, end: Tensor, lengths: Tensor
 ) -> tuple[NDArray, ...]:
-    u = unary.detach().contiguous().numpy()
+    u = array(unary)
     c = u.shape[2]
     none = np.zeros((1, 1, c, c), u.dtype)  # for no start, no end, or the steps of one position
     T = _array(transition, unary.dtype) if transition.shape[1] else none
@@ -873,7 +871,7 @@ def _of_items(chosen: NDArray, inputs: tuple[NDArray, ...]) -> tuple[NDArray, ..
 
 
 def _integers(tensor: Tensor) -> NDArray:
-    return tensor.detach().to(torch.int64).contiguous().numpy()
+    return array(tensor, np.int64)
 
 
 def hvp(scores: Sequence[Tensor], directions: Sequence[Tensor], lengths: Tensor) -> list[Tensor]:

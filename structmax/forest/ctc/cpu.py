@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from structmax.jit import exp, kernel, log, run_chunks
+from structmax.jit import array, exp, kernel, log, run_chunks
 
 INF = math.inf
 State = np.uint64  # numba tests signed indices for being negative, which keeps loops from vectors
@@ -273,8 +273,8 @@ class Batch:
     def __init__(
         self, theta: Tensor, constants: Sequence[Tensor], blank: int, gamma: float
     ) -> None:
-        self.theta = theta.detach().contiguous().numpy()
-        rest = [t.long().contiguous().numpy() for t in constants]
+        self.theta = array(theta)
+        rest = [array(t, np.int64) for t in constants]
         self.arguments = 1.0 / gamma, self.theta, *rest, blank
         self.states = 2 * rest[0].shape[1] + 1
 
@@ -323,7 +323,7 @@ def hvp(
     theta: Tensor, direction: Tensor, constants: Sequence[Tensor], blank: int, gamma: float
 ) -> Tensor:
     """The Hessian of A times a direction ``(B, T, V)``."""
-    batch, v = Batch(theta, constants, blank, gamma), direction.detach().contiguous().numpy()
+    batch, v = Batch(theta, constants, blank, gamma), array(direction)
     w = np.zeros_like(batch.theta)
 
     def task(low: int, high: int) -> None:

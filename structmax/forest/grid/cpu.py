@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from structmax.forest.grid.naive import theta_of, to_series
-from structmax.jit import exp, kernel, log, run_chunks
+from structmax.jit import array, exp, kernel, log, run_chunks
 from structmax.smoothing import HARD, SHANNON
 
 INF = math.inf
@@ -395,8 +395,8 @@ class Batch:
         self, scores: Sequence[Tensor], rows: Tensor, columns: Tensor, band: int, code: Code
     ) -> None:
         """``scores``: θ ``(B, n, m)``, or x ``(B, n, 1)`` and y ``(B, m, 1)``."""
-        given = [t.detach().contiguous().numpy() for t in scores]
-        sizes = [t.long().contiguous().numpy() for t in (rows, columns)]
+        given = [array(t) for t in scores]
+        sizes = [array(t, np.int64) for t in (rows, columns)]
         self.items, self.dtype = len(given[0]), given[0].dtype
         self.is_cells, more = len(given) == 1, int(BLOCK)
         self.n, self.m = given[0].shape[1], given[-1].shape[2 if self.is_cells else 1]
@@ -484,7 +484,7 @@ def hvp(
     if code[0] == HARD:
         a = value([theta], rows, columns, band, code)
         return torch.where(a.isnan(), a, 0.0)[:, None, None].expand(theta.shape).contiguous()
-    batch, v = Batch([theta], rows, columns, band, code), direction.detach().contiguous().numpy()
+    batch, v = Batch([theta], rows, columns, band, code), array(direction)
     (w,) = batch.output()
 
     def task(low: int, high: int) -> None:

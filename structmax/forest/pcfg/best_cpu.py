@@ -22,7 +22,7 @@ from torch import Tensor
 from structmax.forest.pcfg.chart import Grammar
 from structmax.forest.pcfg.cpu import best_edge, best_root, span
 from structmax.forest.pcfg.products_cpu import larger
-from structmax.jit import from_ordinal, kernel, ordinal, run_chunks
+from structmax.jit import array, from_ordinal, kernel, ordinal, run_chunks
 
 INF = math.inf
 
@@ -142,6 +142,6 @@ def charts(g: Grammar) -> tuple[Tensor, Tensor, Tensor]:
     shapes = (B,), (B, n, n, g.N), (B, n, g.P)
     out = [torch.empty(shape, dtype=torch.float64) for shape in shapes]
     tensors = (g.spans, g.root, g.rules, g.lengths, *out)
-    arrays = [t.detach().contiguous().numpy() for t in tensors]
+    arrays = [array(t) for t in tensors]
     run_chunks(lambda low, high: fill_charts(low, high, *arrays), B, n * n // 2 * g.N * S * S)
     return out[0], out[1], out[2]

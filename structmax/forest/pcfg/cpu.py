@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from structmax.forest.pcfg.low_rank import LowRank
-from structmax.jit import exp, kernel, run_chunks
+from structmax.jit import array, exp, kernel, run_chunks
 
 INF = math.inf
 LARGE = 1e6  # beyond it, the rounding of a value is no longer far below the terms it is a sum of
@@ -332,7 +332,7 @@ def k_best(low, high, chart, leaf, spans, root, rules, lengths, scores, z):
 
 
 def _arrays(*tensors: Tensor) -> list[NDArray]:
-    return [t.detach().cpu().contiguous().numpy() for t in tensors]
+    return [array(t.cpu()) for t in tensors]
 
 
 def sample(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from structmax.forest.pcfg.chart import Grammar
 from structmax.forest.pcfg.products import TINY
-from structmax.jit import exp, kernel, run_chunks
+from structmax.jit import array, exp, kernel, run_chunks
 from structmax.primitive import backend_for
 
 LARGEST = 1 << 14  # entries N·S² of the rules; above, matrix products are quicker
@@ -259,7 +259,7 @@ def fits(g: Grammar) -> bool:
 def solve(g: Grammar, slopes: bool) -> list[Tensor]:
     """A ``(B)`` and, if asked, its gradient in spans, root and rules; NaN where A is not known."""
     tensors = (g.spans, g.root, g.rules, g.lengths)
-    given = [t.detach().contiguous().numpy() for t in tensors]
+    given = [array(t) for t in tensors]
     B, n, _, S = g.spans.shape
     outputs = [np.empty(B)]
     if slopes:
