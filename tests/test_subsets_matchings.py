@@ -725,3 +725,39 @@ def test_assignments_compiled_at_other_sizes() -> None:
         scores = torch.randn(shape)
         for a, b in zip(compiled(scores), answers(scores), strict=True):
             torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, f64])
+@pytest.mark.parametrize("mask", [-1e9, -1e14, -1e30, -3e38])
+@pytest.mark.parametrize("k", [3, (3, 5)], ids=str)
+def test_ties_below_zero_have_no_order(
+    k: int | tuple[int, int], mask: float, dtype: torch.dtype
+) -> None:
+    """Of four equal elements one must be taken: each has the same probability, wherever it is."""
+    s = sx.KSubset(torch.tensor([0.0, mask, mask, 0.25, mask, mask], dtype=dtype), k)
+    expected = torch.tensor([1.0, 0.25, 0.25, 1.0, 0.25, 0.25], dtype=dtype)
+    torch.testing.assert_close(s.marginals(), expected)
+    draws = s.sample((4000,), generator=generator())
+    torch.testing.assert_close(draws.mean(0), expected, atol=0.03, rtol=0)
+
+
+@pytest.mark.parametrize("large", [1e9, 1e30])
+def test_ties_beside_large_scores_of_either_sign(large: float) -> None:
+    """An element that is forced, and others far above and far below those that tie."""
+    scores = torch.tensor([large, 0.5, -large, 1.0, -large, 0.5], dtype=f64)
+    s = sx.KSubset(scores, 4).condition(include=torch.arange(6) == 4)
+    expected = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 0.0], dtype=f64)
+    pairs = torch.tensor([1.5, 1.0, 1.5], dtype=f64).softmax(0)  # {1, 3}, {1, 5}, {3, 5}
+    expected[[1, 3, 5]] = torch.stack([1 - pairs[2], 1 - pairs[1], 1 - pairs[0]])
+    close(s.marginals(), expected)
+
+
+def test_entropy_and_divergence_are_never_negative() -> None:
+    """Both are differences of sums of large scores."""
+    scores = torch.tensor([0.0, -1e14, -1e14, -1e14], dtype=f64)
+    for s in (sx.KSubset(scores, 2), sx.KSubset(torch.tensor([0.1, 0.3, 1e9]), 3)):
+        assert s.entropy() >= 0
+    some = randn(200, 6).float() * 1e3
+    p, q = (sx.KSubset(x, 2) for x in (some, some + 0.125))
+    assert bool((torch.distributions.kl_divergence(p, q) >= 0).all())
+    assert bool((p.entropy() >= 0).all())

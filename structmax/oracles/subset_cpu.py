@@ -3,7 +3,9 @@
 Rows of V are indexed by the count plus one, so that "count − 1" always exists; entry 0 stands for
 no count and holds −inf. Everything is computed in float64. The scores of taking are shifted by
 about the least one that an optimal subset takes, since then V stays small; a subset of j elements
-gets j times the shift back at the end.
+gets the shift back at the end. What then scores above ``FAR`` is in every subset whose probability
+is a number above 0, and what scores below −``FAR`` is in none. They are forced and forbidden, so
+that a large score costs no digits of the others.
 """
 
 from __future__ import annotations
@@ -17,26 +19,47 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from structmax.jit import exp, kernel, log, run_chunks
+from structmax.jit import array, exp, kernel, log, run_chunks
 
 INF = math.inf
+FAR = 800.0  # exp(−FAR) is 0
 
 
 @kernel(inner=True)
-def _shift(take: Any, n: int, least: int, most: int) -> float:
-    """The least score that the best subset takes: what is above 0, but at least ``least`` and at
-    most ``most`` of the finite ones; 0 if it takes none. NaN if a score is NaN or +inf."""
-    finite = np.empty(n)
-    count, above = 0, 0
+def _relative(take: Any, skip: Any, n: int, least: int, most: int, near: Any, leave: Any) -> Any:
+    """Scores of taking and of leaving by which subsets are compared, in ``near`` and ``leave``.
+
+    Returns what A gains by it, the shift, and the best count: a subset of another count gets the
+    shift so many times more or fewer. What A gains is NaN if a score is NaN or +inf.
+    """
+    free, forced, above, base = 0, 0, 0, 0.0
     for i in range(n):
         if not take[i] < INF:
-            return math.nan
-        if take[i] > -INF:
-            finite[count] = take[i]
-            count += 1
+            return math.nan, 0.0, 0
+        if skip[i] == -INF:
+            forced += 1
+            base += take[i]
+        elif take[i] > -INF:
+            near[free] = take[i]
+            free += 1
             above += 1 if take[i] > 0.0 else 0
-    taken = min(max(above, least), most, count)
-    return np.sort(finite[:count])[count - taken] if taken > 0 else 0.0
+    taken = min(max(above, least - forced), max(most - forced, 0), free)
+    shift = 0.0
+    if taken > 0 and taken != above:
+        shift = np.sort(near[:free])[free - taken]
+    count = taken
+    for i in range(n):
+        x = take[i] - shift
+        near[i], leave[i] = x, skip[i]
+        if skip[i] == -INF:
+            near[i] = 0.0 if x > -INF else -INF
+        elif x > FAR and taken > 0:
+            near[i], leave[i] = 0.0, -INF
+            base += take[i]
+            count -= 1
+        elif x < -FAR:
+            near[i] = -INF
+    return base + count * shift, shift, forced + taken
 
 
 @kernel(inner=True)
@@ -60,19 +83,20 @@ def _row(take: float, skip: float, old: Any, new: Any, low: int, high: int, Q: A
 @kernel(inner=True)
 def _forward(take: Any, skip: Any, n: int, least: int, most: int, V: Any, Q: Any, P: Any) -> float:
     """A of one item; Q (n or 1, most+1), and P (most+1) = P(count) at the end."""
-    shift = _shift(take, n, least, most)
-    if shift != shift:
+    near, leave = np.empty(n), np.empty(n)
+    gain, shift, best = _relative(take, skip, n, least, most, near, leave)
+    if gain != gain:
         return math.nan
     V[:] = -INF
     V[0, 1] = 0.0
     for i in range(n):
         low, high = _bounds(i, n, least, most)
-        _row(take[i] - shift, skip[i], V[i % 2], V[(i + 1) % 2], low, high, Q[i % len(Q)])
+        _row(near[i], leave[i], V[i % 2], V[(i + 1) % 2], low, high, Q[i % len(Q)])
     last = V[n % 2]
     P[:] = 0.0
     top = -INF
     for j in range(least, min(n, most) + 1):
-        last[j + 1] += j * shift
+        last[j + 1] += (j - best) * shift
         top = max(top, last[j + 1])
     if not top > -INF:
         return top
@@ -82,7 +106,7 @@ def _forward(take: Any, skip: Any, n: int, least: int, most: int, V: Any, Q: Any
         total += P[j]
     for j in range(least, min(n, most) + 1):
         P[j] /= total
-    return top + math.log(total)
+    return gain + top + math.log(total)
 
 
 @kernel
@@ -290,9 +314,9 @@ def _kbest(
 def _run(task: Callable[..., None], take: Tensor, skip: Tensor, sizes: Tensor, *rest: Any) -> None:
     """Runs a kernel over the items; ``rest`` follows the sizes, of which k = rest[0]."""
     most = rest[0][1]
-    given = [x.double().contiguous().numpy() for x in (take, skip)]
+    given = [array(x, np.float64) for x in (take, skip)]
     arrays = [x.numpy() if isinstance(x, Tensor) else x for x in rest]
-    lengths = sizes.long().contiguous().numpy()
+    lengths = array(sizes, np.int64)
     work = 10 * take.shape[1] * (most + 1)
     run_chunks(lambda i, j: task(i, j, *given, lengths, *arrays), len(take), work)
 
@@ -316,7 +340,7 @@ def hvp(
     take: Tensor, skip: Tensor, directions: Sequence[Tensor], sizes: Tensor, k: tuple[int, int]
 ) -> list[Tensor]:
     """The Hessian of A times the directions."""
-    along = [d.double().contiguous().numpy() for d in directions]
+    along = [array(d, np.float64) for d in directions]
     taken, left = (torch.empty(take.shape, dtype=torch.float64) for _ in range(2))
 
     def task(i: int, j: int, a: Any, b: Any, lengths: Any, *rest: Any) -> None:

@@ -747,7 +747,12 @@ def _finished(init: Callable[..., None]) -> Callable[..., None]:
 @register_kl(Structure, Structure)
 def _kl(p: Structure, q: Structure) -> Tensor:
     """KL(p ‖ q) = cross-entropy − entropy, ``(*batch)``; +inf where q forbids what p uses."""
-    return p._kl(q)
+    return at_least_zero(p._kl(q))
+
+
+def at_least_zero(x: Tensor) -> Tensor:
+    """An entropy or a divergence without what rounding takes below 0; its gradient stays."""
+    return x - x.detach().clamp(max=0)
 
 
 def uniform(size: Sequence[int], device: torch.device, generator: torch.Generator | None) -> Tensor:

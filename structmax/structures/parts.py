@@ -15,7 +15,7 @@ from torch import Tensor
 from structmax import checks
 from structmax.primitive import as_dtype, is_plain, is_transforming
 from structmax.smoothing import SHANNON
-from structmax.structures.base import Ranked, Structure, TopK, dot
+from structmax.structures.base import Ranked, Structure, TopK, at_least_zero, dot
 
 if TYPE_CHECKING:
     from structmax.sparse.result import SparseMAPResult
@@ -288,7 +288,7 @@ class PartStructure(Structure):
         """A cross-entropy ``(*batch)``, given the values A of both and where q forbids what p uses:
         +inf there, and where q allows nothing. A p that allows nothing is an error, or NaN."""
         none = (forbids | (other == -math.inf)) & ~other.isnan()
-        total = torch.where(none, math.inf, total)
+        total = torch.where(none, math.inf, at_least_zero(total))
         return self._refuse_infeasible("cross_entropy", own.expand(total.shape), total)
 
     def _kl(self, q: Structure) -> Tensor:
