@@ -663,6 +663,24 @@ def test_a_direction_without_a_number_stays_where_it_is_forbidden() -> None:
     torch.testing.assert_close(w, plain)
 
 
+@pytest.mark.parametrize("smoothing", [sx.Shannon(), sx.Gini()], ids=str)
+def test_monotone_offsets_of_rows_cost_no_digits(smoothing: sx.Smoothing) -> None:
+    """Every structure has one cell of each row, so what its scores share moves A only."""
+    theta = (randn(2, 60, 50) * 64).round() / 64
+    offset = torch.full((60, 1), 1e4, dtype=theta.dtype)
+    offset[7] = -(2.0**40)
+    sizes = torch.tensor([60, 41]), torch.tensor([50, 44])
+    near, far = (
+        sx.Alignment(x, kind="monotone", lengths=sizes, smoothing=smoothing)
+        for x in (theta, theta + offset)
+    )
+    torch.testing.assert_close(far.marginals(), near.marginals(), atol=1e-12, rtol=0)
+    gain = torch.stack([offset[:n].sum() for n in sizes[0].tolist()])
+    torch.testing.assert_close(far.log_partition(), near.log_partition() + gain, rtol=1e-15, atol=0)
+    single, moved = (sx.Alignment(x.float(), kind="monotone") for x in (theta, theta + 2.0**13))
+    torch.testing.assert_close(moved.marginals(), single.marginals(), atol=1e-6, rtol=0)
+
+
 def test_ctc_condition() -> None:
     s = sx.CTC(randn(5, 3), torch.tensor([1, 1]))
     for t, v in itertools.product(range(5), range(2)):

@@ -354,15 +354,36 @@ class Alignment(TwoSided, DynamicStructure):
         value, z = dense.grid.value_and_gradient([scores], *args)
         return self._refuse_infeasible("argmax", value, z).to(self.dtype)
 
+    def _peaks(self) -> Tensor:
+        """The largest score of each row ``(*B, n, 1)``, 0 where it has none. In kind monotone every
+        structure has one cell of each row: without them, sums along the rows stay small."""
+        cells, allowed = self._parts()[0].detach(), self._allowed()
+        if allowed is not None:
+            cells = torch.where(allowed, cells, -math.inf)
+        peaks = cells.amax(-1, keepdim=True)
+        return torch.where(peaks.abs() < math.inf, peaks, 0.0)
+
+    def _theta(self) -> Tensor:
+        if self.kind != "monotone":
+            return super()._theta()
+        return self._pack((self._parts()[0] - self._peaks(),))
+
+    def _with_peaks(self, value: Tensor) -> Tensor:
+        """A of the scores, given that of ``_theta``."""
+        if self.kind != "monotone":
+            return value
+        return (value.double() + self._peaks().double().sum((-2, -1))).to(value.dtype)
+
     def _value(self) -> Tensor:
         if not self._is_dense:
-            return super()._value()
+            return self._with_peaks(super()._value())
         args = self._sizes(), dense.key_of(self.band), self.smoothing.code
         return dense.grid.value(self._parts(), *args)
 
     def _value_and_gradient(self) -> tuple[Tensor, tuple[Tensor, ...]]:
         if not self._is_dense:
-            return super()._value_and_gradient()
+            value, parts = super()._value_and_gradient()
+            return self._with_peaks(value), parts
         args = self._sizes(), dense.key_of(self.band), self.smoothing.code
         value, *mu = dense.grid.value_and_gradient(self._parts(), *args)
         return value, tuple(mu)
