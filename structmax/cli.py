@@ -301,11 +301,12 @@ def _lines(file: Path | None) -> Iterator[list[str]]:
             return
         else:
             stream = sys.stdin.buffer
-        rest, number, chunk = b"", 0, b"-"
-        while chunk:
+        rest, number, more = b"", 0, True
+        while more:
             chunk = stream.read1(1 << 16)  # waits for something, not for all of it
+            more = bool(chunk)
             *lines, rest = (rest + chunk).split(b"\n")
-            if not chunk and rest:  # a last line without an end
+            if rest and not more:  # a last line without an end
                 lines = [rest]
             found: list[str] = []
             for line in lines:

@@ -697,7 +697,7 @@ def test_a_run_says_what_it_will_do_and_soon_how_long_it_takes(
     start, *lines = capsys.readouterr().err.splitlines()
     assert start == "toy: preparing the data"
     assert lines[0] == "toy: examples: 64 to train on, 100 to validate, 100 to test"
-    assert re.fullmatch(r"toy: [\d,]+ parameters on cpu, until 200 updates", lines[1])
+    assert re.fullmatch(r"toy: [\d,]+ parameters on cpu, for 200 updates", lines[1])
     assert lines[2] == "toy: step 1  0% done"
     assert lines[3] == "toy: step 4  2.0 s each  2% done, 6:32 left"
     reports = [line for line in lines if "left" in line]

@@ -186,10 +186,10 @@ class Trainer:
             f"{config.minutes:g} minutes" * bool(config.minutes),
             f"{config.patience} evaluations without a better result" * bool(config.patience),
         ]
-        until = " or ".join(filter(None, ends))
+        extent = " or ".join(filter(None, ends))
         return [
             f"examples: {train} to train on, {valid} to validate, {test} to test",
-            f"{parameters:,} parameters on {workers.device}{many}, until {until}",
+            f"{parameters:,} parameters on {workers.device}{many}, for {extent}",
         ]
 
     # -- the loop ---------------------------------------------------------------------------------
