@@ -174,6 +174,21 @@ def test_transforms_and_compile() -> None:
     torch.testing.assert_close(hessian, torch.func.jacrev(sx.entmax)(scores[0]))
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["vmap", "compile"])
+def test_a_class_that_is_none_gives_nan_where_it_cannot_be_read(compiled: bool) -> None:
+    scores, target = randn(4, 5).requires_grad_(), torch.tensor([0, 7, -3, -100])
+
+    def loss(scores: Tensor, target: Tensor) -> Tensor:
+        return entmax_loss(scores, target, torch.tensor(1.5, dtype=f64), reduction="none")
+
+    torch._dynamo.reset()
+    run = torch.compile(loss, backend="aot_eager") if compiled else torch.func.vmap(loss)
+    found = run(scores, target)
+    assert found.isnan().tolist() == [False, True, True, False] and found[3] == 0
+    (g,) = torch.autograd.grad(found.sum(), scores)
+    assert g.isnan().all(-1).tolist() == [False, True, True, False]
+
+
 def test_dtypes_and_shifts() -> None:
     scores, target = randn(4, 6).float(), torch.tensor([0, 1, 2, 3])
     half = scores.half().requires_grad_()

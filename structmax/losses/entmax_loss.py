@@ -94,9 +94,11 @@ def entmax_loss(
         impossible = (forbidden & (y > 0)).any(-1) | forbidden.all(-1)
         impossible |= endless.any(-1) & ~(endless & (y > 0)).any(-1)
     else:
-        place = torch.where(ignored, 0, target).long().unsqueeze(-1)
+        known = ignored | ((target >= 0) & (target < work.shape[-1]))  # where nobody could check
+        place = torch.where(known & ~ignored, target, 0).long().unsqueeze(-1)
         value = value - allowed.gather(-1, place).squeeze(-1)
-        impossible = forbidden.gather(-1, place).squeeze(-1)
+        value = value * torch.where(known, 1.0, math.nan).to(value.dtype)
+        impossible = known & forbidden.gather(-1, place).squeeze(-1)
         impossible |= endless.any(-1) & ~endless.gather(-1, place).squeeze(-1)
     value = value + (value.clamp(min=0) - value).detach()  # rounding; its gradient stays
     loss = torch.where(impossible & ~work.isnan().any(-1), math.inf, value)
