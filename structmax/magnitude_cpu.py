@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from structmax.jit import kernel
 
 
 @kernel
-def has_beyond(x, limit):
+def has_beyond(x: Any, limit: float) -> bool:
     """Whether a finite entry lies beyond ±limit."""
     found = False
     for i in range(x.shape[0]):
@@ -20,7 +21,7 @@ def has_beyond(x, limit):
 
 
 @kernel
-def collect(x, limit, known, low, top):
+def collect(x: Any, limit: float, known: Any, low: float, top: float) -> tuple[Any, float, float]:
     """``known`` with the finite magnitudes of x above the limit, of which some may come twice, the
     largest of the others or ``low``, and the largest of all or ``top``."""
     found, used = np.empty(known.shape[0] + x.shape[0]), known.shape[0]
@@ -43,7 +44,7 @@ def collect(x, limit, known, low, top):
 
 
 @kernel
-def bring_down(old, low, terms, sure, finest):
+def bring_down(old: Any, low: float, terms: float, sure: float, finest: float) -> Any:
     """Smaller magnitudes for the sorted ``old``, given the largest other one."""
     new, start = old.copy(), 0
     while start < old.shape[0] and old[start] <= 2 * terms * low + sure:
@@ -71,7 +72,7 @@ def bring_down(old, low, terms, sure, finest):
 
 
 @kernel
-def replace(x, limit, old, new, out):
+def replace(x: Any, limit: float, old: Any, new: Any, out: Any) -> None:
     """Writes x with the magnitudes ``old``, sorted, replaced by ``new``."""
     for i in range(x.shape[0]):
         size = abs(np.float64(x[i]))

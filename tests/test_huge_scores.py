@@ -19,6 +19,8 @@ from table import ROWS
 from torch import Tensor
 
 import structmax as sx
+from structmax.forest.pcfg.chart import Grammar
+from structmax.forest.pcfg.terms import Terms
 from structmax.testing.contract import _make, _score_names, _scores, _with_scores
 
 MASKS = (-math.inf, -1e4, -1e9, -1e30, None)  # None: the least number of the dtype
@@ -226,6 +228,50 @@ def test_answers_under_huge_scores_are_those_of_enumeration_in_many_cases(row: s
     for seed in range(4, 100):
         for dtype in (torch.float32, torch.float64):
             check(row, dtype, seed)
+
+
+@pytest.mark.parametrize("smoothing", [sx.Shannon(), sx.Gini(), sx.Tsallis(1.5)], ids=str)
+def test_draws_under_huge_scores_follow_the_marginals(smoothing: sx.Smoothing) -> None:
+    """All leaves of all trees are masked, which says nothing about the trees."""
+    torch.manual_seed(0)
+    x, word = torch.randn(2, 5, 5), torch.arange(5)
+    x[:, word, word] = torch.finfo(torch.float32).min
+    s = sx.BinaryTree(x, smoothing=smoothing)
+    z = s.sample((4000,), generator=torch.Generator().manual_seed(0))
+    assert_close(z.mean(0), s.marginals(), "frequencies", 0.04)
+    x[:, word, word] = 0.0
+    assert_close(s.marginals(), sx.BinaryTree(x, smoothing=smoothing).marginals(), "marginals")
+
+
+def test_grammars_in_log_space_conserve_visits_under_huge_scores() -> None:
+    """Where every tree has huge scores, as many visits leave a span as reach it."""
+    for size in (-1e9, -1e18, -1e30):
+        spans = torch.full((1, 5, 5, 4), size, dtype=torch.float64)
+        scores = [spans, torch.zeros(1, 2).double(), torch.zeros(1, 2, 4, 4).double()]
+        ones = [torch.ones_like(t) for t in scores]
+        kernel = Terms(Grammar(scores, torch.tensor([5]), 1.0))
+        kernel.rise()
+        mu = kernel.fall()[0].x
+        assert bool((mu <= 1 + 1e-9).all())
+        assert_close(mu.sum(), torch.tensor(9.0), "spans of a tree", 1e-9)
+        g = Grammar(scores, torch.tensor([5]), 1.0)
+        both = Terms(g, Grammar(ones, torch.tensor([5]), 1.0, outside=0.0))
+        both.rise()
+        for w in both.fall():
+            assert w.d is not None
+            assert_close(w.d, torch.zeros_like(w.d), "H·1", 1e-9)
+
+
+def test_masked_factors_of_a_grammar_of_low_rank_are_those_of_minus_infinity() -> None:
+    torch.manual_seed(0)
+    root, parent, left, right = (torch.randn(*s) for s in ((2,), (2, 3), (4, 3), (4, 3)))
+    words = torch.randn(6, 2)
+    answers = []
+    for mask in (torch.finfo(torch.float32).min, -math.inf):
+        factors = [t.clone() for t in (left, right, parent)]
+        factors[0][1, 1] = factors[2][0, 2] = mask
+        answers.append(sx.PCFG.low_rank(root, *factors, words).marginals())
+    assert_close(*answers, "marginals")
 
 
 class Long(NamedTuple):

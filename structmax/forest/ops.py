@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from structmax import magnitude
 from structmax.fence import Limits, fenced
 from structmax.forest import naive
 from structmax.forest.topology import Forest, lookup
@@ -59,12 +60,11 @@ def _hvp(
     return [engine.hvp(lookup(key), scores[0], directions[0], constants[0], tuple(omega))]
 
 
-def _terms(scores: Tensors, constants: Tensors, key: str) -> Tensor:
+def _terms(forest: Forest, goal: Tensor) -> Tensor:
     """The most parts in a derivation of each item, from its nodes where the number varies."""
-    forest = lookup(key)
-    goal = constants[0].long().clamp(0, forest.num_nodes - 1).numpy()
-    uniform = forest.part_counts[goal]
-    return torch.from_numpy(np.where(uniform > 0, uniform, 2 * forest.derivation_size[goal]))
+    at = goal.long().numpy()
+    uniform = forest.part_counts[at]
+    return torch.from_numpy(np.where(uniform > 0, uniform, 2 * forest.derivation_size[at]))
 
 
 def goals(key: str) -> Limits:
@@ -82,7 +82,7 @@ forest = Primitive(
     _naive,
     lambda scores, key: goals(key),
     hold=lookup,
-    terms=_terms,
+    terms=lambda scores, constants, key: _terms(lookup(key), constants[0]),
 )
 
 
@@ -104,8 +104,10 @@ def _run_sample(
 ) -> Tensor:
     batch, draws = scores.shape[:-1], len(uniform)
     flat = uniform.reshape(draws, batch.numel(), uniform.shape[-1])
-    engine, code = _engine(scores), _omega(scores, omega)
-    z = engine.sample(lookup(key), *_flat(scores, goal), flat, code, width)
+    engine, code, forest = _engine(scores), _omega(scores, omega), lookup(key)
+    theta, ends = _flat(scores, goal)
+    smaller = magnitude.moderate([theta], lambda: _terms(forest, ends), omega)
+    z = engine.sample(forest, smaller[0] if smaller else theta, ends, flat, code, width)
     return z.reshape(draws, *batch, width)
 
 
@@ -127,7 +129,9 @@ def backpointers(forest: Forest, scores: Tensor, omega: Smoothing) -> Tensor:
     edges. Differentiable, and compiled where no derivative is asked for."""
     plain = is_plain((scores,)) and not is_transforming((scores,))
     if plain and backend_for(scores) == "cpu":
-        return _engine(scores).backpointers(forest, scores, omega.code)
+        most = 2 * int(forest.derivation_size.max())
+        smaller = magnitude.moderate([scores], lambda: torch.full((len(scores),), most), omega.code)
+        return _engine(scores).backpointers(forest, smaller[0] if smaller else scores, omega.code)
     return naive.backpointers(forest, scores, omega)
 
 

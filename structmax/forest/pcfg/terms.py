@@ -5,7 +5,8 @@ For all spans of a width at once, X joins the splits, and the rules follow paren
 
     X[B, C] = ⊕_k (β[i, k, B] + β[k+1, j, C]),    ⊕_{B, C} (rules[A, B, C] + X[B, C]),
 
-where ⊕ is log Σ exp or max.
+where ⊕ is log Σ exp or max. Top-down, the share exp(term − sum) of each term is divided by the sum
+of the shares, which is 1 but where the scores are so large that the sum has lost its logarithm.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from structmax.forest.pcfg.chart import ALL, Chart, Dual, Grammar, to_square
-from structmax.forest.pcfg.kernel import Kernel
+from structmax.forest.pcfg.kernel import Kernel, divide
 
 BLOCK = 1 << 22  # how many terms are looked at together, if it is not less than one parent's
 
@@ -64,8 +65,10 @@ class Terms(Kernel):
         return self.flow.leaf
 
     def down(self, w: int, visits: Dual) -> None:
-        flows = self.flow.children(w)
-        for kind, t in self.splits(w).items():
+        flows, pairs = self.flow.children(w), self.splits(w)
+        of_parents = self.mass(w, pairs)
+        visits = visits.map(lambda v: divide(v, of_parents))
+        for kind, t in pairs.items():
             x = log_sum(t, 2)
             through, used = [], []
             for at, block in self.blocks(kind, x):
@@ -76,9 +79,21 @@ class Terms(Kernel):
             count = stack(torch.cat, used, 1)
             self.used[kind] = self.used[kind].plus(count) if kind in self.used else count
             total = stack(torch.stack, through, 0).sum(0).unflatten(x.x.shape[-2:])
-            flow = total.at(ALL, ALL, None).by(share(t, x.at(ALL, ALL, None)))
+            q = share(t, x.at(ALL, ALL, None))
+            d = None if total.d is None else divide(total.d, q.x.sum(2))
+            total = Dual(divide(total.x, q.x.sum(2)), d)
+            flow = total.at(ALL, ALL, None).by(q)
             flows[kind][0].add(flow.sum(-1))
             flows[kind][1].add(flow.sum(-2))
+
+    def mass(self, w: int, pairs: dict[str, Dual]) -> Tensor:
+        """The sum of the shares of all terms of each parent, ``(B, starts, N)``."""
+        total = torch.zeros_like(self.inner[w].x)
+        for kind, t in pairs.items():
+            for at, block in self.blocks(kind, Dual(t.x.logsumexp(2))):
+                norm = Dual(self.inner[w].x[..., at, None])
+                total[..., at] += share(Dual(block.x), norm).x.sum(-1)
+        return total
 
     def counts(self) -> list[Dual]:
         x = self.g.whole({kind: c.x for kind, c in self.used.items()})
@@ -97,7 +112,8 @@ def log_sum(t: Dual, dim: int) -> Dual:
     x = t.x.logsumexp(dim)
     if t.d is None:
         return Dual(x)
-    return Dual(x, (share(Dual(t.x), Dual(x.unsqueeze(dim))).x * t.d).sum(dim))
+    q = share(Dual(t.x), Dual(x.unsqueeze(dim))).x
+    return Dual(x, divide((q * t.d).sum(dim), q.sum(dim)))
 
 
 def stack(how: Callable[..., Tensor], parts: list[Dual], dim: int) -> Dual:
