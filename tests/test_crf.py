@@ -662,7 +662,7 @@ def test_errors_of_the_chain_are_kept():
     emissions = problem()[0]
     emissions[:, 1] = -math.inf
     with pytest.raises(ValueError, match="is on cpu but emissions is on meta"):
-        crf.decode(emissions.to("meta"))
+        crf.marginals(emissions.to("meta"))
 
 
 @pytest.mark.parametrize("k", [None, 2])

@@ -208,8 +208,8 @@ class CRF(nn.Module):
             if not checks.can_look() or not _is_prefix(mask, lengths):
                 order = mask.byte().argsort(dim=1, descending=True, stable=True)
                 emissions = emissions.gather(1, order[..., None].expand_as(emissions))
-        parameters = [self._scores(name, parameter) for name, parameter in NAMES]
-        return LinearChain(emissions, *parameters, lengths=lengths), order
+        transitions, starts, ends = (self._scores(*names) for names in NAMES)
+        return LinearChain(emissions, transitions, starts, ends, lengths=lengths), order
 
     def _scores(self, name: str, parameter: str) -> Tensor:
         """A parameter, −inf where its constraints forbid."""
