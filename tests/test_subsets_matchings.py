@@ -761,3 +761,25 @@ def test_entropy_and_divergence_are_never_negative() -> None:
     p, q = (sx.KSubset(x, 2) for x in (some, some + 0.125))
     assert bool((torch.distributions.kl_divergence(p, q) >= 0).all())
     assert bool((p.entropy() >= 0).all())
+
+
+@pytest.mark.parametrize("smoothing", [sx.Shannon(0.5), sx.Gini(), sx.Tsallis(1.5)], ids=str)
+def test_ties_far_below_others_in_the_graph(smoothing: sx.Smoothing) -> None:
+    """The graph, which other smoothings and devices use, gives what it does at a milder mask."""
+    answers = []
+    for mask in (-1e3, -1e14, -1e30):
+        scores = torch.tensor([0.5, mask, mask, 1.0, mask, nan], dtype=f64).requires_grad_()
+        with sx.backend("naive" if isinstance(smoothing, sx.Shannon) else "cpu"):
+            s = sx.KSubset(scores, 3, torch.tensor(5), smoothing)
+            mu = s.marginals()
+            z = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0], dtype=f64)
+            slope = torch.autograd.grad((mu[:5] * torch.arange(5)).sum(), scores)[0]
+            close(s.log_partition() / mask, torch.ones((), dtype=f64), 2e-3)
+            answers.append([mu, slope, s.sample((50,), generator=generator()), s.entropy()])
+            if not isinstance(smoothing, sx.Shannon):
+                answers[-1].append(s.log_prob(z))
+            (gain,) = torch.autograd.grad(s.log_partition(), scores)
+            close(gain, mu.detach())
+    for other in answers[1:]:
+        for a, b in list(zip(answers[0], other, strict=True))[: 3 if s._is_gibbs else 5]:
+            close(b, a)

@@ -56,5 +56,6 @@ def best_score(structure: PartStructure) -> Tensor:
     """max_z ⟨θ, z⟩, ``(*batch)``, whose gradient is the best structure, in all its parts."""
     parts, dims = structure._exact_parts(), len(structure.batch_shape)
     value, counts = structure._argmax_parts([p.detach() for p in parts])
-    total = sum(dot(part, z, part.dim() - dims) for part, z in zip(parts, counts, strict=True))
-    return structure._refuse_infeasible("argmax", value, total.to(structure._parts()[0].dtype))
+    terms = [dot(part, z, part.dim() - dims) for part, z in zip(parts, counts, strict=True)]
+    total = sum(terms[1:], terms[0]).to(structure._parts()[0].dtype)
+    return structure._refuse_infeasible("argmax", value, total)

@@ -368,22 +368,20 @@ class Alignment(TwoSided, DynamicStructure):
             return super()._theta()
         return self._pack((self._parts()[0] - self._peaks(),))
 
-    def _with_peaks(self, value: Tensor) -> Tensor:
-        """A of the scores, given that of ``_theta``."""
+    def _restored(self, value: Tensor) -> Tensor:
         if self.kind != "monotone":
             return value
         return (value.double() + self._peaks().double().sum((-2, -1))).to(value.dtype)
 
     def _value(self) -> Tensor:
         if not self._is_dense:
-            return self._with_peaks(super()._value())
+            return super()._value()
         args = self._sizes(), dense.key_of(self.band), self.smoothing.code
         return dense.grid.value(self._parts(), *args)
 
     def _value_and_gradient(self) -> tuple[Tensor, tuple[Tensor, ...]]:
         if not self._is_dense:
-            value, parts = super()._value_and_gradient()
-            return self._with_peaks(value), parts
+            return super()._value_and_gradient()
         args = self._sizes(), dense.key_of(self.band), self.smoothing.code
         value, *mu = dense.grid.value_and_gradient(self._parts(), *args)
         return value, tuple(mu)

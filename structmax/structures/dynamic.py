@@ -83,7 +83,8 @@ class DynamicStructure(PartStructure):
     # -- value and gradient -----------------------------------------------------------------------
 
     def _theta(self) -> Tensor:
-        """The forest's scores ``(*batch, P)`` for A and its gradient."""
+        """The forest's scores ``(*batch, P)`` for A, its gradient and draws: a structure may take
+        out what all of its derivations share."""
         return self._packed()
 
     def _packed(self) -> Tensor:
@@ -92,12 +93,16 @@ class DynamicStructure(PartStructure):
 
     def _value(self) -> Tensor:
         args = (self._goal(),), self._forest_key(), self.smoothing.code
-        return ops.forest.value((self._theta(),), *args)
+        return self._restored(ops.forest.value((self._theta(),), *args))
+
+    def _restored(self, value: Tensor) -> Tensor:
+        """A of the scores, given that of ``_theta``."""
+        return value
 
     def _value_and_gradient(self) -> tuple[Tensor, tuple[Tensor, ...]]:
         args = (self._goal(),), self._forest_key(), self.smoothing.code
         value, mu = ops.forest.value_and_gradient((self._theta(),), *args)
-        return value, self._unpack(mu)
+        return self._restored(value), self._unpack(mu)
 
     # -- discrete queries -------------------------------------------------------------------------
 
@@ -116,7 +121,7 @@ class DynamicStructure(PartStructure):
         self, sample_shape: Sequence[int] = (), generator: torch.Generator | None = None
     ) -> Tensor:
         shape = checks.sample_shape(self._name, sample_shape)
-        theta = self._packed().detach()
+        theta = self._theta().detach()
         if self._validate_args:
             with torch.no_grad():
                 self._check_feasible("sample", self.log_partition())
@@ -198,7 +203,7 @@ class DynamicStructure(PartStructure):
 
     def _backpointers(self) -> Tensor:
         """q ``(*batch, e)`` at every node of the forest, differentiable."""
-        theta = self._packed()
+        theta = self._theta()
         flat = theta.reshape(self.batch_shape.numel(), theta.shape[-1])
         q = backpointers(self._forest_key(), flat, self.smoothing)
         return q.reshape(*self.batch_shape, q.shape[-1])

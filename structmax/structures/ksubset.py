@@ -14,12 +14,14 @@ from torch import Tensor
 from structmax import checks
 from structmax.forest.topology import Forest, ForestBuilder, bucket, family, name_of
 from structmax.oracles import subset as dense
-from structmax.primitive import backend_for
+from structmax.primitive import as_dtype, backend_for
 from structmax.smoothing import Smoothing
 from structmax.structures.base import Structure, dot, uniform
 from structmax.structures.dynamic import DynamicStructure
 from structmax.structures.lengths import OneSided
 from structmax.structures.nesting import nest, unnest
+
+FAR = 800.0  # exp(−FAR) is 0
 
 
 @family
@@ -155,8 +157,40 @@ class KSubset(OneSided, DynamicStructure):
         flat = [torch.nn.functional.pad(torch.where(inside, p, 0.0), grow) for p in parts]
         return torch.cat([*flat, torch.full_like(flat[0][..., :1], -math.inf)], -1)
 
+    def _relative(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores of taking and leaving as ``subset_cpu`` compares them, and what A gains by it: for
+        the graph, which sums in float64 too, and where all subsets have one size."""
+        take, leave = self._parts()
+        if self._least < self._most:
+            return take, leave, take.new_zeros(self.batch_shape, dtype=torch.float64)
+        theta, inside, k = take.detach().double(), self._inside(), self._most
+        theta = torch.where(inside, theta, -math.inf)
+        forced = inside & (leave == -math.inf)
+        free = torch.where(forced, -math.inf, theta)
+        order = free.sort(-1, descending=True).values
+        count = (k - forced.sum(-1, keepdim=True)).clamp(min=0)
+        count = torch.minimum(count, (order > -math.inf).sum(-1, keepdim=True))
+        shift = order.gather(-1, (count - 1).clamp(min=0))
+        known = (count > 0) & (theta < math.inf).all(-1, keepdim=True)
+        shift = torch.where(known, shift, 0.0)
+        far = (FAR + self.event_shape[0]) * self.smoothing.code[1]
+        high = known & ~forced & (theta - shift > far)
+        low = known & ~forced & (theta - shift < -far)
+        fixed = high | (known & forced & (theta > -math.inf))
+        near = torch.where(fixed, 0.0, take.double() - shift)
+        near = torch.where(low, -math.inf, near)
+        gain = torch.where(fixed, take.double(), 0.0).sum(-1)
+        gain = gain + ((count - high.sum(-1, keepdim=True)) * shift).squeeze(-1)
+        return near, torch.where(high, -math.inf, leave.double()), gain
+
+    def _theta(self) -> Tensor:
+        return self._pack(self._relative()[:2])
+
+    def _restored(self, value: Tensor) -> Tensor:
+        return (value + self._relative()[2]).to(self._parts()[0].dtype)
+
     def _unpack(self, flat: Tensor) -> tuple[Tensor, ...]:
-        n = self.event_shape[0]
+        n, flat = self.event_shape[0], as_dtype(flat, self._parts()[0].dtype)
         return flat[..., :n], flat[..., bucket(n) : bucket(n) + n]
 
     def _width(self) -> int:

@@ -879,16 +879,17 @@ def hvp(scores: Sequence[Tensor], directions: Sequence[Tensor], lengths: Tensor)
     unary, transition, start, end = scores
     w, w_edges = unary.new_zeros(unary.shape), unary.new_zeros(transition.shape)
     inputs = _inputs(unary, transition, start, end, lengths)
-    v = _inputs(*directions, lengths)[:4]
+    along, moves, first, last = directions
+    v = _inputs(along, moves, first, last, lengths)[:4]
     outputs = (w.numpy(), w_edges.numpy())
 
     def task(low: int, high: int) -> None:
         products(low, high, *inputs, *v, *outputs)
 
     run_chunks(task, len(unary), 4 * _work(unary))
-    first = w[:, 0, : start.shape[1]].clone()
-    last = w[torch.arange(len(w)), torch.from_numpy(inputs[-1]) - 1, : end.shape[1]]
-    return [w, w_edges, first, last]
+    at_start = w[:, 0, : start.shape[1]].clone()
+    at_end = w[torch.arange(len(w)), torch.from_numpy(inputs[-1]) - 1, : end.shape[1]]
+    return [w, w_edges, at_start, at_end]
 
 
 def argmax(
