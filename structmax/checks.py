@@ -78,6 +78,10 @@ class Record:
             if not tensor.is_inference():
                 self._states[id(tensor)] = tensor, tensor._version, _numbers(tensor)
 
+    def is_stale(self) -> bool:
+        """Whether somebody wrote into one of the tensors since."""
+        return any(tensor._version != version for tensor, version in self._versions.values())
+
     def __reduce__(self) -> Any:
         return Record, ()
 

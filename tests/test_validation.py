@@ -165,6 +165,19 @@ def test_a_bad_score_that_is_written_into_an_item_is_found() -> None:
         item.marginals()
 
 
+def test_concatenated_targets_of_ctc_that_are_written_later_are_refused() -> None:
+    """They were split by the constructor, for a width that may be another now."""
+    targets, lengths = torch.tensor([1, 2, 3]), torch.tensor([2, 1])
+    s = sx.CTC(torch.randn(2, 5, 4), targets, target_lengths=lengths)
+    s.marginals()
+    copy.deepcopy(s).marginals()
+    for tensor in (targets, lengths):
+        s = sx.CTC(torch.randn(2, 5, 4), targets, target_lengths=lengths)
+        tensor.copy_(tensor.flip(0))
+        with pytest.raises(ValueError, match="CTC: concatenated targets"):
+            s.log_partition()
+
+
 # -- no answer depends on the query before -------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from structmax import checks
 from structmax.forest.ctc import ops as dense
 from structmax.forest.ctc.naive import repeats, symbols_of, used, wrong_targets
 from structmax.forest.topology import Forest, ForestBuilder, bucket, family, name_of
+from structmax.primitive import backend_for
 from structmax.smoothing import Shannon, Smoothing
 from structmax.structures.base import Structure
 from structmax.structures.dynamic import DynamicStructure
@@ -134,9 +135,10 @@ class CTC(DynamicStructure):
             for given in (input_lengths, target_lengths)
         )
         checks.same_device("CTC", **{name: t for name, (t, _) in self._tensors().items()})
-        counts = self.target_lengths
+        counts, self._split = self.target_lengths, checks.Record()
         if targets.dim() == 1 and log_probs.dim() > 2 and counts is not None and counts.dim():
             self.targets = _split(targets, counts, validate_args is None or bool(validate_args))
+            self._split.add([targets, counts])
         batch = checks.batch_shape("CTC", **self._tensors())
         super().__init__(batch, (frames, symbols), smoothing, validate_args)
         self._check_room((frames, 2 * self.targets.shape[-1] + 1))
@@ -160,9 +162,15 @@ class CTC(DynamicStructure):
         return {"log_probs": (scores, self._usable_parts)}
 
     def _validate(self, late: bool = False) -> None:
+        if not torch.compiler.is_compiling() and self._split.is_stale():
+            raise ValueError(
+                "CTC: concatenated targets or their target_lengths were written into since the "
+                "constructor split them. Make another CTC, or give targets as (*B, S)."
+            )
         tensors = [*self._integer_tensors, *self._score_tensors]
-        on_gpu = self._validate_args and self.log_probs.is_cuda and checks.can_look()
-        if on_gpu and not self._record.covers(tensors) and self._is_dense and self._all_good():
+        known = self._record.covers(tensors) or not (self._validate_args and checks.can_look())
+        on_gpu = not known and backend_for(self.log_probs) == "gpu" and self._is_dense
+        if on_gpu and self._all_good():
             self._record.add(tensors)
         super()._validate(late)
 
