@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import pickle
+import tracemalloc
 from collections.abc import Callable
 
 import pytest
@@ -661,3 +662,78 @@ def test_bad_lengths_unlooked(bad: int) -> None:
     for query in ("log_partition", "marginals", "argmax", "sample", "entropy", "edge_marginals"):
         answer = getattr(s, query)()
         assert bool(answer[1].isnan().all()) and bool(answer[0].isfinite().all()), query
+
+
+# -- all structures ------------------------------------------------------------------------------
+
+
+def _ladder(steps: int, ways: int, parts: int = 1) -> sx.Forest:
+    """A node after another, each reached in so many ways from the one before."""
+    draw = sx.ForestBuilder()
+    draw.nodes(steps + 1)
+    for v in range(steps):
+        for k in range(ways):
+            draw.edge(v + 1, v, part=k % parts)
+    return draw.build(parts)
+
+
+def _steps(n: int, ways: int = 1) -> torch.Tensor:
+    return torch.stack([torch.arange(n), torch.arange(1, n + 1)], -1).repeat(ways, 1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: sx.Path(_steps(n), torch.zeros(n), 0, n),
+        lambda n: sx.Hyperpath(_ladder(n, 1), torch.zeros(1)),
+        lambda n: sx.SemiMarkov(torch.zeros(n, 1, 1)),
+        lambda n: sx.Alignment(torch.zeros(1, n)),
+        lambda n: sx.GridPath(torch.zeros(1, n)),
+        lambda n: sx.LinearChain(torch.zeros(n, 1), torch.zeros(1, 1)),
+    ],
+    ids=["path", "hyperpath", "segments", "alignment", "grid", "chain"],
+)
+def test_the_only_structure_of_a_long_item(make: Callable[[int], sx.Structure]) -> None:
+    """There is no recursion whose depth grows with it."""
+    s = make(1500)
+    assert torch.equal(s.enumerate_support(), s.argmax()[None])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: sx.Path(_steps(30, 2), torch.zeros(60), 0, 30),
+        lambda: sx.Hyperpath(_ladder(30, 2), torch.zeros(1)),
+        lambda: sx.Hyperpath(_ladder(18, 2, 2_000_000), torch.zeros(2_000_000)),
+    ],
+    ids=["path", "hyperpath", "memory"],
+)
+def test_too_many_structures_for_a_list(make: Callable[[], sx.Structure]) -> None:
+    with pytest.raises((ValueError, MemoryError), match=r"too many|a list of 262,144 structures"):
+        make().enumerate_support()
+
+
+def test_every_derivation_of_nodes_with_two_tails() -> None:
+    draw = sx.ForestBuilder()
+    leaf = draw.node(part=0)
+    pair = draw.node()
+    for k in (1, 2, 3):
+        draw.edge(pair, leaf, leaf, part=k)
+    goal = draw.node(part=4)
+    draw.edge(goal, pair, pair)
+    draw.edge(goal, leaf)
+    every = sx.Hyperpath(draw.build(), torch.zeros(5)).enumerate_support().tolist()
+    both = [[4, *[(k == i) + (k == j) for k in (1, 2, 3)], 1] for i in (1, 2, 3) for j in (1, 2, 3)]
+    assert every == [*both, [1, 0, 0, 0, 1]]
+
+
+def test_included_edges_of_a_path_take_little_memory() -> None:
+    """The edges that clash with some included one, without a matrix of both."""
+    n = 3000
+    path = sx.Path(_steps(n, 2), torch.zeros(2 * n), 0, n)
+    include = torch.arange(2 * n) < n
+    tracemalloc.start()
+    found = path.condition(include=include)
+    assert tracemalloc.get_traced_memory()[1] < 30 << 20
+    tracemalloc.stop()
+    assert torch.equal(found.marginals(), include.float())

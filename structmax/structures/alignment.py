@@ -516,14 +516,17 @@ class Alignment(TwoSided, DynamicStructure):
         return z.reshape(*shape, *self.event_shape).to(self.scores.device)
 
 
-def _paths(n: int, m: int) -> list[list[tuple[int, int]]]:
-    """Every path to the cell (n − 1, m − 1) by ↘, ↓ and →."""
-    if n < 1 or m < 1:
-        return []
-    if n == m == 1:
-        return [[(0, 0)]]
-    end = (n - 1, m - 1)
-    return [[*path, end] for down, right in STEPS for path in _paths(n - down, m - right)]
+def _paths(n: int, m: int) -> list[tuple[tuple[int, int], ...]]:
+    """Every path from the first cell to (n − 1, m − 1) by ↘, ↓ and →."""
+    stack, found = [((0, 0),)] if n and m else [], []
+    while stack:
+        path = stack.pop()
+        i, j = path[-1]
+        if (i, j) == (n - 1, m - 1):
+            found.append(path)
+        ends = [(i + down, j + right) for down, right in STEPS]
+        stack += [(*path, (i, j)) for i, j in ends if i < n and j < m]
+    return found
 
 
 def _matchings(n: int, m: int) -> list[list[tuple[int, int]]]:

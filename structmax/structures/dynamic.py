@@ -6,6 +6,7 @@ and says which node is each item's goal. Every query follows from that.
 
 from __future__ import annotations
 
+import bisect
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -22,6 +23,10 @@ from structmax.primitive import Omega, recordable, recording, register
 from structmax.smoothing import Hard, Smoothing, from_code
 from structmax.structures.base import Structure, dot, uniform
 from structmax.structures.parts import PartStructure
+
+MOST = 1_000_000  # structures in a list of all
+MOST_VISITS = 1 << 28  # nodes that they visit
+LISTS = ("ptr", "head", "tail1", "tail2", "edge_part")
 
 
 class DynamicStructure(PartStructure):
@@ -341,6 +346,41 @@ def forest_of_edges(forest: Forest) -> Forest:
     parts = np.arange(forest.num_edges, dtype=np.int32)
     none = np.full(forest.num_nodes, -1, np.int32)
     return Forest(forest.head, tail1, tail2, parts, none, forest.num_edges)
+
+
+def derivations(owner: str, forest: Forest, goal: int) -> Tensor:
+    """How often each derivation of a node uses each part, ``(N, P)``.
+
+    The number of a derivation is that of the edge into the goal, then those of its tails: each is
+    found from its number alone, in the order of the edges, without recursion.
+    """
+    ptr, head, tail1, tail2, part = (getattr(forest, name).tolist() for name in LISTS)
+    ways, first = [0] * forest.num_nodes + [1], [0] * len(head)
+    for v in range(goal + 1):
+        for e in range(ptr[v], ptr[v + 1]):
+            first[e] = ways[v]
+            ways[v] = min(ways[v] + ways[tail1[e]] * ways[tail2[e]], MOST + 1)
+    total, size = ways[goal], int(forest.derivation_size[goal])
+    if total > MOST or total * size > MOST_VISITS:
+        count = f"more than {MOST:,}" if total > MOST else f"{total:,}"
+        raise ValueError(
+            f"{owner}.enumerate_support: {count} structures of up to {size:,} nodes are too many."
+        )
+    checks.room(owner, f"a list of {total:,} structures", 4 * total * (forest.num_parts + 1))
+    counts = np.zeros((total, forest.num_parts + 1), np.int32)
+    own = forest.node_part.tolist()
+    for number, row in enumerate(counts):
+        stack = [(goal, number)]
+        while stack:
+            v, left = stack.pop()
+            if v == forest.num_nodes:
+                continue
+            e = bisect.bisect_right(first, left, ptr[v], ptr[v + 1]) - 1
+            row[own[v]] += 1
+            row[part[e]] += 1
+            most = ways[tail2[e]]
+            stack += [(tail1[e], (left - first[e]) // most), (tail2[e], (left - first[e]) % most)]
+    return torch.from_numpy(counts[:, :-1])
 
 
 def _sum_log(q: Tensor, use: Tensor) -> Tensor:

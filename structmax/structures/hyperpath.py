@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,12 @@ from structmax.forest import ops
 from structmax.forest.topology import Forest
 from structmax.smoothing import Smoothing
 from structmax.structures.base import Structure, dot
-from structmax.structures.dynamic import DynamicStructure, counts_of_edges, forest_of_edges
+from structmax.structures.dynamic import (
+    DynamicStructure,
+    counts_of_edges,
+    derivations,
+    forest_of_edges,
+)
 from structmax.structures.lengths import full
 
 
@@ -170,7 +174,7 @@ class Hyperpath(DynamicStructure):
         return p, q
 
     def enumerate_support(self, expand: bool = True) -> Tensor:
-        """The part counts of every derivation, by recursion over the forest."""
+        """The part counts of every derivation, of a million at most."""
         goals = self._goal().unique().tolist()
         if len(goals) > 1:
             raise ValueError(
@@ -178,23 +182,9 @@ class Hyperpath(DynamicStructure):
                 "Index one item: structure[i].enumerate_support()."
             )
         goal = goals[0] if goals else self.forest.num_nodes - 1  # of no items: as by default
-        every = torch.tensor(list(self._derivations(goal)))
-        every = every[:, : self.forest.num_parts].to(self.scores)
+        every = derivations("Hyperpath", self.forest, goal).to(self.scores)
         every = every.reshape(-1, *[1] * len(self.batch_shape), every.shape[-1])
         return every.expand(-1, *self.batch_shape, -1) if expand else every
-
-    def _derivations(self, node: int) -> Iterator[list[int]]:
-        f = self.forest
-        if node == f.num_nodes:
-            yield [0] * (f.num_parts + 1)
-            return
-        for e in range(f.ptr[node], f.ptr[node + 1]):
-            for left in self._derivations(int(f.tail1[e])):
-                for right in self._derivations(int(f.tail2[e])):
-                    counts = [x + y for x, y in zip(left, right, strict=True)]
-                    counts[f.edge_part[e]] += 1
-                    counts[f.node_part[node]] += 1
-                    yield counts
 
     def decode(self, z: Tensor) -> Any:
         """The part counts as nested lists."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from structmax.forest.topology import ForestBuilder
 from structmax.primitive import on_host, untransformed
 from structmax.smoothing import Smoothing
 from structmax.structures.base import Structure, dot
-from structmax.structures.dynamic import DynamicStructure
+from structmax.structures.dynamic import DynamicStructure, derivations
 from structmax.structures.nesting import nest, unnest
 
 
@@ -79,12 +78,6 @@ class Graph:
         from structmax.oracles import graph_cpu
 
         return graph_cpu.descendants(self.order, *self.out, node)
-
-    def before(self, node: int) -> NDArray[np.bool_]:
-        """Which nodes lead to this one, itself included."""
-        from structmax.oracles import graph_cpu
-
-        return graph_cpu.descendants(self.order[::-1].copy(), *self.into, node)
 
 
 @cached(most=1 << 28)
@@ -224,11 +217,7 @@ class Path(DynamicStructure):
         return self._rebuild(**{**tensors, "scores": scores})
 
     def _incompatible(self, include: Tensor) -> Tensor:
-        """Edges that share no path with an included one: neither leads to the other.
-
-        Of a path around p some edge is excluded: were they all before or after p, the first one
-        after p would follow one before p, which closes a cycle.
-        """
+        """Edges on no path that has all those included: the best path through each counts them."""
         graph = self._graph
         lost = include & ~self._usable_parts()
         if bool(lost.any()):
@@ -237,14 +226,9 @@ class Path(DynamicStructure):
                 f"Path.condition: edge {edge} ({graph.tails[edge]} → {graph.heads[edge]}) lies on "
                 "no path from the source to the target, so it cannot be included."
             )
-        chosen = include.reshape(-1, len(graph.edges)).any(0).nonzero().flatten().tolist()
-        clash = np.zeros((len(chosen), len(graph.edges)))
-        for row, p in enumerate(chosen):
-            after, before = graph.after(graph.heads[p]), graph.before(graph.tails[p])
-            clash[row] = ~(after[graph.tails] | before[graph.heads])
-            clash[row, p] = 0
-        counts = include[..., chosen].double() @ torch.from_numpy(clash).to(include.device)
-        return counts > 0
+        theta = torch.nn.functional.pad(include.double(), (0, 1), value=-math.inf)
+        best = ops.max_marginals(theta, self._goal(), self._forest_key(), self.event_shape[0])
+        return best < include.sum(-1, keepdim=True)
 
     # -- paths ------------------------------------------------------------------------------------
 
@@ -285,21 +269,11 @@ class Path(DynamicStructure):
                 "Index one item: structure[i].enumerate_support()."
             )
         target = targets[0] if targets else self.source  # of no items at all: the empty path
-        paths = list(itertools.islice(self._paths(target), 1_000_001))
-        if len(paths) > 1_000_000:
-            raise ValueError("Path.enumerate_support: more than 1000000 structures are too many.")
-        every = self._z_of(paths).reshape(-1, *[1] * len(self.batch_shape), *self.event_shape)
+        graph = self._graph
+        every = derivations("Path", graph.forest, int(graph.place[target]))
+        every = every[:, : self.event_shape[0]].to(self.scores)
+        every = every.reshape(-1, *[1] * len(self.batch_shape), *self.event_shape)
         return every.expand(-1, *self.batch_shape, *self.event_shape) if expand else every
-
-    def _paths(self, node: int) -> Iterator[list[int]]:
-        """The edges of every path from the source to a node."""
-        if node == self.source:
-            yield []
-            return
-        reached = self._graph.place[self._graph.tails] < self._graph.forest.num_nodes - 1
-        for e in np.flatnonzero((self._graph.heads == node) & np.array(reached.tolist())).tolist():
-            for path in self._paths(int(self._graph.tails[e])):
-                yield [*path, e]
 
     def _z_of(self, paths: list[list[int]]) -> Tensor:
         z = torch.zeros(len(paths), *self.event_shape, dtype=self.dtype)

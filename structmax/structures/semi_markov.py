@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -355,11 +355,12 @@ class SemiMarkov(OneSided, DynamicStructure):
             raise ValueError(
                 f"{self._name}.enumerate_support: {counts[-1]} structures are too many."
             )
-        every = self._z_of(list(_segmentations(0, length, k, c)))
+        checks.room(self._name, f"a list of {counts[-1]:,} structures", 4 * counts[-1] * n * k * c)
+        every = self._z_of(list(_segmentations(length, k, c)))
         every = every.reshape(-1, *[1] * len(self.batch_shape), n, k, c)
         return every.expand(-1, *self.batch_shape, n, k, c) if expand else every
 
-    def _z_of(self, items: list[list[tuple[int, int, int]]]) -> Tensor:
+    def _z_of(self, items: Sequence[Sequence[tuple[int, int, int]]]) -> Tensor:
         z = torch.zeros(len(items), *self.event_shape, dtype=self.dtype)
         index = [(i, s, e - s, j) for i, item in enumerate(items) for s, e, j in item]
         if index:
@@ -390,10 +391,12 @@ class SemiMarkov(OneSided, DynamicStructure):
         return self._z_of(items).reshape(*batch, n, k, c)
 
 
-def _segmentations(start: int, stop: int, k: int, c: int) -> Iterator[list[tuple[int, int, int]]]:
-    if start == stop:
-        yield []
-    for last in range(start, min(start + k, stop)):
-        for rest in _segmentations(last + 1, stop, k, c):
-            for label in range(c):
-                yield [(start, last, label), *rest]
+def _segmentations(length: int, k: int, c: int) -> Iterator[tuple[tuple[int, int, int], ...]]:
+    stack: list[tuple[tuple[int, int, int], ...]] = [()]
+    while stack:
+        segments = stack.pop()
+        start = segments[-1][1] + 1 if segments else 0
+        if start == length:
+            yield segments
+        for last in range(start, min(start + k, length)):
+            stack += [(*segments, (start, last, label)) for label in range(c)]
