@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -518,7 +518,8 @@ class Alignment(TwoSided, DynamicStructure):
 
 def _paths(n: int, m: int) -> list[tuple[tuple[int, int], ...]]:
     """Every path from the first cell to (n − 1, m − 1) by ↘, ↓ and →."""
-    stack, found = [((0, 0),)] if n and m else [], []
+    stack: list[tuple[tuple[int, int], ...]] = [((0, 0),)] if n and m else []
+    found = []
     while stack:
         path = stack.pop()
         i, j = path[-1]
@@ -545,4 +546,8 @@ def _columns(n: int, m: int) -> list[list[tuple[int, int]]]:
     return [list(enumerate(columns)) for columns in every]
 
 
-_EVERY = {"dtw": _paths, "edit": _matchings, "monotone": _columns}
+_EVERY: dict[str, Callable[[int, int], Sequence[Any]]] = {
+    "dtw": _paths,
+    "edit": _matchings,
+    "monotone": _columns,
+}
