@@ -30,7 +30,7 @@ def mark(result: Tensor, wrong: Tensor) -> Tensor:
     items = wrong.numel()
     if result.numel():
         size = result.numel() // items
-        flags = wrong.reshape(-1).to(torch.uint8)
+        flags = wrong.reshape(-1).view(torch.uint8)
         with torch.cuda.device_of(result):
             _mark[(items, triton.cdiv(size, PIECE))](result, flags, size, BLOCK=PIECE)
     return result
