@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,9 +60,15 @@ def _is_within(tensor: Tensor, low: int, high: int) -> bool:
     """Whether it is known, without waiting for a device, that no number lies outside."""
     if tensor.device.type != "cpu" or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return not tensor.numel()
+    flat = tensor if tensor.dim() == 1 else tensor.reshape(-1)
+    return _kernel()(flat.numpy(), low, high)
+
+
+@cache
+def _kernel() -> Callable[..., bool]:  # on first use: importing numba takes a while
     from structmax.jit import all_between
 
-    return all_between(tensor.reshape(-1).numpy(), low, high)
+    return all_between
 
 
 def mark(result: Tensor, wrong: Tensor | None, lead: int = 0, fill: int = -1) -> Tensor:
