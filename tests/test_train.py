@@ -784,7 +784,7 @@ def test_what_a_task_gives_is_checked(tmp_path: Path) -> None:
 def test_workers_that_cannot_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     many = Workers(torch.device("cpu"), rank=0, count=100)
     monkeypatch.setattr(Workers, "gather", lambda self, value: [value] * self.count)
-    monkeypatch.setattr(Workers, "wrap", lambda self, module: module)
+    monkeypatch.setattr(Workers, "wrap", lambda self, module, unused: module)
     with pytest.raises(UserError, match=r"fewer training examples .64. than workers"):
         Trainer(Toy(), config(), tmp_path, workers=many, silent=True).fit()
     monkeypatch.setattr(Workers, "gather", lambda self, value: [True, False])
