@@ -56,7 +56,7 @@ def barycenter(
     batch, sizes = map(recordable, _stack(series, lengths))
     k, _, d = batch.shape
     if weights is None:
-        weights = torch.full((k,), 1 / k)
+        weights = torch.full((k,), 1 / k, device="cpu")
     weights = checks.as_tensor("barycenter", "weights", weights, batch.device)
     if weights.shape != (k,) or not bool((weights >= 0).all()):
         raise ValueError(
@@ -115,7 +115,7 @@ def _stack(series: Tensor | Sequence[Tensor], lengths: Tensor | None) -> tuple[T
         raise ValueError(f"barycenter: series must be (k, n, d), got {tuple(series.shape)}.")
     k, n, _ = series.shape
     sizes = (
-        torch.full((k,), n)
+        torch.full((k,), n, device="cpu")
         if lengths is None
         else checks.lengths("barycenter", lengths, series.device)
     )

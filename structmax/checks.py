@@ -19,14 +19,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from structmax.tracing import is_recorded
+from structmax.tracing import has_values, is_recorded
 
 Mask = Tensor | Callable[[], Tensor] | None
 
 
-def can_look() -> bool:
-    """Whether values may be read on the host now."""
-    return not (is_repeated() or torch._C._are_functorch_transforms_active())
+def can_look(*tensors: Tensor) -> bool:
+    """Whether values, those of these tensors, may be read on the host now."""
+    if is_repeated() or torch._C._are_functorch_transforms_active():
+        return False
+    return has_values(*tensors)
 
 
 def is_repeated() -> bool:
@@ -241,7 +243,8 @@ def batch_shape(owner: str, **tensors: tuple[Tensor | None, int]) -> torch.Size:
 
 def lengths(owner: str, given: Tensor | Sequence[int], device: torch.device) -> Tensor:
     """Lengths as an integer tensor."""
-    tensor = torch.as_tensor(given, device=None if isinstance(given, Tensor) else device)
+    # as_tensor would move a tensor to torch's default device
+    tensor = given if isinstance(given, Tensor) else torch.as_tensor(given, device=device)
     if not holds_integers(tensor):
         raise ValueError(f"{owner}: lengths must be integers, got {tensor.dtype}.")
     return tensor
@@ -311,7 +314,7 @@ def feasible(
 
     ``why`` knows of an item without one what is wrong and how to fix it, or says "".
     """
-    if not value.numel() or not can_look() or value.amin().item() > -torch.inf:
+    if not value.numel() or not can_look(value) or value.amin().item() > -torch.inf:
         return
     none = value == -torch.inf
     if bool(none.any()):

@@ -12,6 +12,7 @@ from estimators_table import ESTIMATORS
 from maps_table import MAPS
 from table import ROWS
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import structmax as sx
 
@@ -246,6 +247,82 @@ def test_traced_structures_refuse_other_dtypes() -> None:
     traced = torch.jit.trace(lambda x: sx.Choice(x).argmax(), randn(2, 5))
     with pytest.raises(RuntimeError, match=r"of torch\.float64, got .* of torch\.float32"):
         traced(torch.zeros(2, 5))
+
+
+# -- tensors without values, and another default device ---
+
+SHANNON = [
+    pytest.param(name, marks=() if name.endswith("/shannon") else pytest.mark.slow) for name in ROWS
+]
+
+
+def moved(function: Callable[[Any], Any], to: Callable[[Tensor], Tensor]) -> Any:
+    """A query with what it has taken from outside made by ``to``."""
+    for cell in function.__closure__ or ():
+        if isinstance(cell.cell_contents, Tensor):
+            cell.cell_contents = to(cell.cell_contents)
+    return function
+
+
+def answers_without_values(s: sx.Structure, to: Callable[[Tensor], Tensor]) -> None:
+    """Every query of a structure whose tensors have no values: an answer of the right shape, dtype
+    and kind, or an error that names it."""
+    expected = {}
+    for query, ask in queries(s).items():
+        if known(s, query) and query not in ("cross_entropy", "expected_cost"):
+            try:
+                expected[query] = tensors_in(ask(s))
+            except (IndexError, ValueError, NotImplementedError):
+                continue  # what this structure refuses anyway
+    every = {name: moved(ask, to) for name, ask in queries(s).items()}
+    bare = s._rebuild(**{name: to(t) for name, (t, _) in s._tensors().items()})
+    example = to(torch.zeros(1))
+    for query, wanted in expected.items():
+        if query in READ:
+            with pytest.raises(RuntimeError, match=rf"{s._name}\.{query} reads values"):
+                every[query](bare)
+            continue
+        found = tensors_in(every[query](bare))
+        assert [t.shape for t in found] == [t.shape for t in wanted], query
+        assert [t.dtype for t in found] == [t.dtype for t in wanted], query
+        assert all(t.device == example.device and type(t) is type(example) for t in found), query
+
+
+@pytest.mark.parametrize("name", SHANNON)
+def test_meta_tensors(name: str) -> None:
+    answers_without_values(pair(name)[0], lambda t: t.to("meta"))
+
+
+@pytest.mark.parametrize("name", SHANNON)
+def test_fake_tensors(name: str) -> None:
+    """Outside of their mode, too."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    answers_without_values(pair(name)[0], mode.from_tensor)
+
+
+@pytest.mark.parametrize("name", SHANNON)
+def test_another_default_device(name: str) -> None:
+    """Tensors on the CPU are answered as ever, wherever new tensors would be made."""
+    s = pair(name)[0]
+    for query, ask in queries(s).items():
+        if not known(s, query) or query in ("sample", "draw", "expected_cost"):
+            continue
+        try:
+            expected = tensors_in(ask(s))
+        except (IndexError, ValueError, NotImplementedError):
+            continue  # what this structure refuses anyway
+        again = s._rebuild(**{name: t for name, (t, _) in s._tensors().items()})
+        with torch.device("meta"):
+            found = tensors_in(ask(again))
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_maps_of_meta_tensors(name: str) -> None:
+    for x in (torch.zeros(2, 5, device="meta"), FakeTensorMode().from_tensor(torch.zeros(2, 5))):
+        p = MAPS[name].map(x)
+        assert p.shape == (2, 5) and p.device == x.device and type(p) is type(x)
 
 
 # -- torch.export ---------------------------------------------------------------------------------

@@ -605,7 +605,7 @@ _HARD: Code = (HARD, 1.0, 1.0)
 
 def value(forest: Forest, scores: Tensor, goal: Tensor, code: Code) -> Tensor:
     """A ``(B)`` for scores ``(B, P)``."""
-    out = torch.empty(len(scores), dtype=scores.dtype)
+    out = torch.empty(len(scores), dtype=scores.dtype, device="cpu")
     theta, goals, a = array(scores), array(goal.int()), out.numpy()
 
     def task(items: slice | NDArray) -> None:
@@ -643,7 +643,7 @@ def _run(
 
 def gradient(forest: Forest, scores: Tensor, goal: Tensor, code: Code) -> tuple[Tensor, Tensor]:
     """A ``(B)`` and its gradient ``(B, P)``."""
-    value = torch.empty(len(scores), dtype=scores.dtype)
+    value = torch.empty(len(scores), dtype=scores.dtype, device="cpu")
     mu = torch.empty_like(scores, memory_format=torch.contiguous_format)
     theta, goals, a, m = array(scores), array(goal.int()), value.numpy(), mu.numpy()
 
@@ -676,7 +676,7 @@ def hvp(forest: Forest, scores: Tensor, direction: Tensor, goal: Tensor, code: C
 def backpointers(forest: Forest, scores: Tensor, code: Code) -> Tensor:
     """q ``(B, e)``, float64: at every node, the distribution over its incoming edges."""
     # of a forest by rule that is too large for lists, ``head`` is refused
-    out = torch.empty(len(scores), len(forest.head), dtype=torch.float64)
+    out = torch.empty(len(scores), len(forest.head), dtype=torch.float64, device="cpu")
     theta, q = array(scores), out.numpy()
     last = np.full(len(scores), forest.num_nodes - 1, np.int32)
 
@@ -691,7 +691,7 @@ def sample(
     forest: Forest, scores: Tensor, goal: Tensor, uniform: Tensor, code: Code, width: int
 ) -> Tensor:
     """Part counts ``(S, B, width)`` of draws; ``uniform (S, B, ·)`` holds a number per visit."""
-    out = torch.empty(*uniform.shape[:2], width, dtype=scores.dtype)
+    out = torch.empty(*uniform.shape[:2], width, dtype=scores.dtype, device="cpu")
     theta, goals, u, z = array(scores), array(goal.int()), array(uniform), out.numpy()
 
     def task(low: int, high: int) -> None:
@@ -704,8 +704,8 @@ def sample(
 
 def argmax(forest: Forest, scores: Tensor, goal: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """The value under hard max and the part counts ``(B, width)`` of one best derivation."""
-    value = torch.empty(len(scores), dtype=scores.dtype)
-    out = torch.empty(len(scores), width, dtype=scores.dtype)
+    value = torch.empty(len(scores), dtype=scores.dtype, device="cpu")
+    out = torch.empty(len(scores), width, dtype=scores.dtype, device="cpu")
     theta, goals, a, z = array(scores), array(goal.int()), value.numpy(), out.numpy()
 
     def task(low: int, high: int) -> None:
@@ -719,7 +719,7 @@ def argmax(forest: Forest, scores: Tensor, goal: Tensor, width: int) -> tuple[Te
 
 def max_marginals(forest: Forest, scores: Tensor, goal: Tensor, width: int) -> Tensor:
     """``(B, width)``: the best score of a derivation that uses each part."""
-    out = torch.empty(len(scores), width, dtype=scores.dtype)
+    out = torch.empty(len(scores), width, dtype=scores.dtype, device="cpu")
     theta, goals, m = array(scores), array(goal.int()), out.numpy()
 
     def task(low: int, high: int) -> None:
@@ -733,8 +733,8 @@ def kbest(
     forest: Forest, scores: Tensor, goal: Tensor, k: int, width: int
 ) -> tuple[Tensor, Tensor]:
     """Scores ``(B, k)``, −inf past the last derivation, and part counts ``(B, k, width)``."""
-    best = torch.empty(len(scores), k, dtype=scores.dtype)
-    out = torch.empty(len(scores), k, width, dtype=scores.dtype)
+    best = torch.empty(len(scores), k, dtype=scores.dtype, device="cpu")
+    out = torch.empty(len(scores), k, width, dtype=scores.dtype, device="cpu")
     theta, goals, a, z = array(scores.double()), array(goal.int()), best.numpy(), out.numpy()
 
     def task(low: int, high: int) -> None:

@@ -130,7 +130,9 @@ def backpointers(forest: Forest, scores: Tensor, omega: Smoothing) -> Tensor:
     plain = is_plain((scores,)) and not is_transforming((scores,))
     if plain and backend_for(scores) == "cpu":
         most = 2 * int(forest.derivation_size.max())
-        smaller = magnitude.moderate([scores], lambda: torch.full((len(scores),), most), omega.code)
+        smaller = magnitude.moderate(
+            [scores], lambda: torch.full((len(scores),), most, device="cpu"), omega.code
+        )
         return _engine(scores).backpointers(forest, smaller[0] if smaller else scores, omega.code)
     return naive.backpointers(forest, scores, omega)
 

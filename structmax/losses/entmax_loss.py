@@ -193,7 +193,7 @@ def _check(scores: Tensor, target: Tensor, soft: bool, ignore_index: int, reduct
             f"entmax_loss: an integer target must be {tuple(scores.shape[:-1])} for scores of "
             f"shape {tuple(scores.shape)}, got {tuple(target.shape)}."
         )
-    if target.device.type != "cpu" or not can_look() or not target.numel():
+    if target.device.type != "cpu" or not can_look(target) or not target.numel():
         return
     if soft:
         y = target.detach().double()

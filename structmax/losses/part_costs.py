@@ -28,7 +28,7 @@ def part_costs(target: Target, cost: Tensor | float | None) -> tuple[Tensor, Ten
             f"{tuple(costs.shape)}."
         ) from None
     costs = torch.where(structure._usable_parts(), costs, torch.zeros_like(costs))
-    if structure._validate_args and checks.can_look():
+    if structure._validate_args and checks.can_look(structure._first):
         _check(target.owner, costs, y)
     return costs * (1 - 2 * y), (costs * y).flatten(len(structure.batch_shape)).sum(-1)
 

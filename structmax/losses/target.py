@@ -115,7 +115,7 @@ class Target:
             event = part.shape[len(structure.batch_shape) :]
             means.append(self._fit(f"target[{at}]", self._over_steps(mean, event), event))
         self.means = tuple(m.to(primary.dtype) for m in means)
-        if structure._validate_args and checks.can_look():
+        if structure._validate_args and checks.can_look(structure._first):
             self._check_means()
 
     def _over_steps(self, mean: Tensor, event: torch.Size) -> Tensor:

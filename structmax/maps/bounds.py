@@ -130,7 +130,7 @@ def answer(
         return op(x, upper, lower, scores, options=[tolerance], dim=dim, mask=mask)
 
     p = solve(x, scores, mask)
-    if not can_look() or bool(sums_to(p, 1.0, dim, tolerance).all()):
+    if not can_look(p) or bool(sums_to(p, 1.0, dim, tolerance).all()):
         return p
     if bool(p.detach().sum().isnan()):
         rows = [t.detach().movedim(dim, -1).cpu().double() for t in (p, scores, upper, lower)]

@@ -72,7 +72,7 @@ def budgetmax(x: Tensor, k: float, dim: int = -1, mask: Tensor | None = None) ->
             f"scores of shape {tuple(x.shape)}, each of which takes at most 1."
         )
     p = _map(x, options=(k,), dim=dim, mask=mask)
-    if not can_look() or bool(sums_to(p, k, dim).all()):
+    if not can_look(p) or bool(sums_to(p, k, dim).all()):
         return p
     _refuse_short_rows(x, k, dim, mask)
     x = x if mask is None else keep("budgetmax", x, mask)

@@ -70,8 +70,8 @@ def entmax_loss(
     """d, rows and place, as in ``structmax.losses.entmax_loss.Fused``."""
     x = torch.from_numpy(array(x if x.dtype.itemsize >= 4 else x.float()))
     d = torch.empty_like(x)
-    rows = torch.empty(3, len(x), dtype=x.dtype)
-    place = torch.empty(len(x), dtype=torch.long)
+    rows = torch.empty(3, len(x), dtype=x.dtype, device="cpu")
+    place = torch.empty(len(x), dtype=torch.long, device="cpu")
     scores = x.numpy()
     bits = scores.view(np.int32 if scores.itemsize == 4 else np.int64)
     rest = array(target), alpha, ignore, d.numpy(), rows.numpy(), place.numpy()

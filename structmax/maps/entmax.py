@@ -141,7 +141,7 @@ def check_alpha(owner: str, alpha: float | Tensor) -> None:
     if not isinstance(alpha, Tensor):
         if not 1 <= number(owner, "alpha", alpha) < math.inf:
             raise ValueError(f"{owner}: alpha must be a finite number of at least 1, got {alpha}.")
-    elif alpha.device.type == "cpu" and can_look():
+    elif alpha.device.type == "cpu" and can_look(alpha):
         bad = ~((alpha >= 1) & (alpha < math.inf))
         if bool(bad.any()):
             where = bad.nonzero()[0].tolist()

@@ -342,7 +342,7 @@ def refuse(owner: str, bad: Tensor, why: Callable[[tuple[int, ...]], str]) -> No
     ``why(row)`` ends the message. Where nobody may look (compiling, capturing a CUDA graph, under a
     transform), kernels give such a row NaN.
     """
-    if can_look() and bad.numel() and bool(bad.any()):
+    if can_look(bad) and bad.numel() and bool(bad.any()):
         row = tuple(bad.nonzero()[0].tolist())
         where = f"row {row[0] if len(row) == 1 else row}" if row else "the only row"
         raise ValueError(f"{owner}: {where} {why(row)}")

@@ -205,7 +205,7 @@ class CRF(nn.Module):
         if mask is not None:
             mask = self._swap(mask).bool()
             lengths = mask.sum(1)
-            if not checks.can_look() or not _is_prefix(mask, lengths):
+            if not checks.can_look(mask) or not _is_prefix(mask, lengths):
                 order = mask.byte().argsort(dim=1, descending=True, stable=True)
                 emissions = emissions.gather(1, order[..., None].expand_as(emissions))
         transitions, starts, ends = (self._scores(*names) for names in NAMES)

@@ -100,21 +100,24 @@ def argmax(theta: Tensor, lengths: Tensor, single: bool) -> tuple[Tensor, Tensor
         _solve(item, n, single) for item, n in zip(theta.tolist(), lengths.tolist(), strict=True)
     ]
     rows = [[*heads, *[0] * (s - 1 - len(heads))] for _, heads in found]
-    values = torch.tensor([value for value, _ in found], dtype=torch.float64)
-    return values, torch.tensor(rows, dtype=torch.int64).reshape(len(found), s - 1)
+    values = torch.tensor([value for value, _ in found], dtype=torch.float64, device="cpu")
+    return values, torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(found), s - 1)
 
 
 def rest(theta: Tensor, lengths: Tensor, single: bool) -> Tensor:
     """The naive twin of ``arborescence_cpu.rest``: the best tree with only one head for a word."""
     s = theta.shape[-1]
-    out = torch.full(theta.shape, -math.inf, dtype=torch.float64)
+    out = torch.full(theta.shape, -math.inf, dtype=torch.float64, device="cpu")
     for m in range(1, s):
         for h in range(s):
             forced = theta.double().clone()
             forced[:, :, m] = -math.inf
             forced[:, h, m] = 0.0
             value, _ = argmax(forced, lengths, single)
-            within = (torch.maximum(torch.tensor(h), torch.tensor(m)) <= lengths) & (h != m)
+            within = (
+                torch.maximum(torch.tensor(h, device="cpu"), torch.tensor(m, device="cpu"))
+                <= lengths
+            ) & (h != m)
             out[:, h, m] = torch.where(within, value, -math.inf)
     return out
 
@@ -122,8 +125,8 @@ def rest(theta: Tensor, lengths: Tensor, single: bool) -> Tensor:
 def kbest(theta: Tensor, lengths: Tensor, single: bool, k: int) -> tuple[Tensor, Tensor]:
     """The naive twin of ``arborescence_cpu.kbest``: pieces of the set of trees, on a heap."""
     items, s, _, c = theta.shape
-    values = torch.full((items, k), -math.inf, dtype=torch.float64)
-    choices = torch.zeros(items, k, s - 1, dtype=torch.int64)
+    values = torch.full((items, k), -math.inf, dtype=torch.float64, device="cpu")
+    choices = torch.zeros(items, k, s - 1, dtype=torch.int64, device="cpu")
 
     def piece(allowed: Tensor, n: int) -> tuple[float, list[int]]:
         best, label = allowed.max(-1)
@@ -139,7 +142,7 @@ def kbest(theta: Tensor, lengths: Tensor, single: bool, k: int) -> tuple[Tensor,
         while heap and rank < k:
             minus, _, choice, allowed = heapq.heappop(heap)
             values[item, rank] = -minus
-            choices[item, rank, :n] = torch.tensor(choice, dtype=torch.int64)
+            choices[item, rank, :n] = torch.tensor(choice, dtype=torch.int64, device="cpu")
             rank += 1
             allowed = allowed.clone()
             for m, own in enumerate(choice, 1):

@@ -293,7 +293,10 @@ def _arrays(theta: Tensor, lengths: Tensor) -> tuple[Any, Any]:
 def argmax(theta: Tensor, lengths: Tensor, single: bool) -> tuple[Tensor, Tensor]:
     """Scores ``(B)`` and heads ``(B, s−1)``; −inf where there is no tree."""
     items, s, _ = theta.shape
-    value, heads = torch.empty(items, dtype=torch.float64), torch.zeros(items, s - 1).long()
+    value, heads = (
+        torch.empty(items, dtype=torch.float64, device="cpu"),
+        torch.zeros(items, s - 1, device="cpu").long(),
+    )
     arrays = *_arrays(theta[..., None], lengths), single, value.numpy(), heads.numpy()
     run_chunks(lambda low, high: _argmax_items(low, high, *arrays), items, 20 * s * s)
     return value, heads
@@ -302,7 +305,7 @@ def argmax(theta: Tensor, lengths: Tensor, single: bool) -> tuple[Tensor, Tensor
 def rest(theta: Tensor, lengths: Tensor, single: bool) -> Tensor:
     """The score of the best tree with each arc, without that arc's own, ``(B, s, s)``: O(n⁴)."""
     items, s, _ = theta.shape
-    out = torch.full(theta.shape, -math.inf, dtype=torch.float64)
+    out = torch.full(theta.shape, -math.inf, dtype=torch.float64, device="cpu")
     arrays = *_arrays(theta[..., None], lengths), single, out.numpy()
     run_chunks(lambda low, high: _rest_items(low, high, *arrays), items, 20 * s**4)
     return out
@@ -315,8 +318,8 @@ def kbest(theta: Tensor, lengths: Tensor, single: bool, k: int) -> tuple[Tensor,
     comes next, and its piece is cut, word by word, by where a tree first differs from it. O(k n³).
     """
     items, s, _, c = theta.shape
-    value = torch.full((items, k), -math.inf, dtype=torch.float64)
-    choice = torch.zeros(items, k, s - 1, dtype=torch.int64)
+    value = torch.full((items, k), -math.inf, dtype=torch.float64, device="cpu")
+    choice = torch.zeros(items, k, s - 1, dtype=torch.int64, device="cpu")
     arrays = *_arrays(theta, lengths), single, value.numpy(), choice.numpy()
     work = (20 * s + c) * s * s * k
     run_chunks(lambda low, high: _kbest_items(low, high, *arrays), items, work)

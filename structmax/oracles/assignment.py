@@ -24,7 +24,10 @@ def naive(scores: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor
     """The best assignment of each item, by scipy."""
     from scipy.optimize import linear_sum_assignment
 
-    best, z = scores.new_full((len(scores),), -math.inf), torch.full(scores.shape[:2], -1)
+    best, z = (
+        scores.new_full((len(scores),), -math.inf),
+        torch.full(scores.shape[:2], -1, device="cpu"),
+    )
     for b, (n, m) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
         item = scores[b, :n, :m].detach().cpu().double().numpy()
         if not (item < math.inf).all():
@@ -42,13 +45,13 @@ def naive(scores: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor
 def naive_kbest(scores: Tensor, rows: Tensor, columns: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k best of all matchings of each item, listed one by one."""
     best = scores.new_full((len(scores), k), -math.inf)
-    z = torch.full((len(scores), k, scores.shape[1]), -1)
+    z = torch.full((len(scores), k, scores.shape[1]), -1, device="cpu")
     for b, (n, m) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
         if not bool((scores[b, :n, :m] < math.inf).all()):
             best[b] = math.nan
             continue
-        every = torch.tensor(matchings(n, m))  # (N, n)
-        cells = scores[b, torch.arange(n), every.clamp(min=0)].double()
+        every = torch.tensor(matchings(n, m), device="cpu")  # (N, n)
+        cells = scores[b, torch.arange(n, device="cpu"), every.clamp(min=0)].double()
         total = torch.where(every >= 0, cells, 0.0).sum(-1)
         order = total.sort(descending=True, stable=True).indices[: int((total > -math.inf).sum())]
         best[b, : len(order)] = total[order][:k].to(best)

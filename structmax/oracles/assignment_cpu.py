@@ -252,7 +252,10 @@ def _arrays(scores: Tensor, rows: Tensor, columns: Tensor) -> list[Any]:
 def argmax(scores: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     """The best score ``(B)`` and the column of each row ``(B, n)``, −1 where there is none."""
     items, n, m = scores.shape
-    best, z = torch.empty(items, dtype=torch.float64), torch.empty(items, n, dtype=torch.int64)
+    best, z = (
+        torch.empty(items, dtype=torch.float64, device="cpu"),
+        torch.empty(items, n, dtype=torch.int64, device="cpu"),
+    )
     given = *_arrays(scores, rows, columns), best.numpy(), z.numpy()
     run_chunks(lambda i, j: _argmax(i, j, *given), items, 10 * n * m)
     return best.to(scores.dtype), z
@@ -261,8 +264,8 @@ def argmax(scores: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tenso
 def kbest(scores: Tensor, rows: Tensor, columns: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Scores ``(B, k)``, −inf where there is no such assignment, and columns ``(B, k, n)``."""
     items, n, m = scores.shape
-    best = torch.empty(items, k, dtype=torch.float64)
-    z = torch.empty(items, k, n, dtype=torch.int64)
+    best = torch.empty(items, k, dtype=torch.float64, device="cpu")
+    z = torch.empty(items, k, n, dtype=torch.int64, device="cpu")
     given = *_arrays(scores, rows, columns), best.numpy(), z.numpy()
     run_chunks(lambda i, j: _kbest(i, j, *given), items, 10 * k * n * n * m)
     return best.to(scores.dtype), z

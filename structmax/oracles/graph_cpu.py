@@ -103,7 +103,10 @@ def _shortest_items(low: int, high: int, scores: Any, diagonal: bool, best: Any,
 def grid_path(scores: Tensor, diagonal: bool) -> tuple[Tensor, Tensor]:
     """Scores of the best paths ``(B)`` and their cells ``(B, h, w)``, by Dijkstra's algorithm."""
     items, h, w = scores.shape
-    best, z = torch.empty(items, dtype=torch.float64), torch.empty(scores.shape, dtype=scores.dtype)
+    best, z = (
+        torch.empty(items, dtype=torch.float64, device="cpu"),
+        torch.empty(scores.shape, dtype=scores.dtype, device="cpu"),
+    )
     arrays = array(scores), diagonal, best.numpy(), z.numpy()
     run_chunks(lambda low, high: _shortest_items(low, high, *arrays), items, 40 * h * w)
     return best.to(scores.dtype), z

@@ -224,11 +224,13 @@ def naive_sample(
             _, mu = matrix_tree._naive_gradient([scores], [lengths], key, code)
             reached = mu[:, :, m].cumsum(-1)
             beyond = (reached > numbers[:, m - 1, None]) & (mu[:, :, m] > 0)
-            last = torch.where(mu[:, :, m] > 0, torch.arange(theta.shape[-1]), 0).amax(-1)
+            last = torch.where(
+                mu[:, :, m] > 0, torch.arange(theta.shape[-1], device="cpu"), 0
+            ).amax(-1)
             head = torch.where(beyond.any(-1), beyond.to(torch.uint8).argmax(-1), last)
             heads.append(torch.where(m <= lengths, head, 0))
-            other = torch.arange(theta.shape[-1]) != head[:, None]
-            column = torch.arange(theta.shape[-1]) == m
+            other = torch.arange(theta.shape[-1], device="cpu") != head[:, None]
+            column = torch.arange(theta.shape[-1], device="cpu") == m
             scores = torch.where(other[:, :, None] & column, -math.inf, scores)
         draws.append(torch.stack(heads, -1) if heads else lengths.new_zeros(len(theta), 0))
     return torch.stack(draws) if draws else lengths.new_zeros(uniform.shape, dtype=torch.int64)

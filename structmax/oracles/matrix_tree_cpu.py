@@ -482,7 +482,7 @@ def _arrays(theta: Tensor, lengths: Tensor) -> tuple[Any, Any]:
 def value(theta: Tensor, lengths: Tensor, single: bool, gamma: float) -> Tensor:
     """A ``(B)`` of scores ``(B, s, s)``."""
     items, s, _ = theta.shape
-    out = torch.empty(items, dtype=torch.float64)
+    out = torch.empty(items, dtype=torch.float64, device="cpu")
     arrays = *_arrays(theta, lengths), single, gamma, out.numpy()
     run_chunks(lambda low, high: _value_items(low, high, *arrays), items, s**3 // 2)
     return out
@@ -494,10 +494,10 @@ def _trees(
     items, s, _ = theta.shape
     numbers = array(extra, np.float64)
     none = np.empty((0, 0, 0))
-    value = torch.empty(items, dtype=torch.float64)
-    out = torch.zeros(0 if mode == DRAW else items, s, s, dtype=torch.float64)
+    value = torch.empty(items, dtype=torch.float64, device="cpu")
+    out = torch.zeros(0 if mode == DRAW else items, s, s, dtype=torch.float64, device="cpu")
     draws = len(extra) if mode == DRAW else 0
-    heads = torch.zeros(draws, items, s - 1, dtype=torch.int64)
+    heads = torch.zeros(draws, items, s - 1, dtype=torch.int64, device="cpu")
     arrays = (
         *(mode, *_arrays(theta, lengths), single, gamma),
         *(numbers if mode == HVP else none, numbers if mode == DRAW else none),

@@ -323,15 +323,15 @@ def _run(task: Callable[..., None], take: Tensor, skip: Tensor, sizes: Tensor, *
 
 def value(take: Tensor, skip: Tensor, sizes: Tensor, k: tuple[int, int]) -> Tensor:
     """A ``(B)`` of scores ``(B, n)``, in float64."""
-    out = torch.empty(len(take), dtype=torch.float64)
+    out = torch.empty(len(take), dtype=torch.float64, device="cpu")
     _run(_values, take, skip, sizes, k, out)
     return out
 
 
 def gradient(take: Tensor, skip: Tensor, sizes: Tensor, k: tuple[int, int]) -> list[Tensor]:
     """A and the probabilities of taking and of leaving each position."""
-    out = torch.empty(len(take), dtype=torch.float64)
-    taken, left = (torch.empty(take.shape, dtype=torch.float64) for _ in range(2))
+    out = torch.empty(len(take), dtype=torch.float64, device="cpu")
+    taken, left = (torch.empty(take.shape, dtype=torch.float64, device="cpu") for _ in range(2))
     _run(_gradients, take, skip, sizes, k, out, taken, left)
     return [out, taken, left]
 
@@ -341,7 +341,7 @@ def hvp(
 ) -> list[Tensor]:
     """The Hessian of A times the directions."""
     along = [array(d, np.float64) for d in directions]
-    taken, left = (torch.empty(take.shape, dtype=torch.float64) for _ in range(2))
+    taken, left = (torch.empty(take.shape, dtype=torch.float64, device="cpu") for _ in range(2))
 
     def task(i: int, j: int, a: Any, b: Any, lengths: Any, *rest: Any) -> None:
         _hvps(i, j, a, b, *along, lengths, *rest)
@@ -354,7 +354,7 @@ def sample(
     take: Tensor, skip: Tensor, sizes: Tensor, uniform: Tensor, k: tuple[int, int]
 ) -> Tensor:
     """z ``(S, B, n)`` of uniform numbers ``(S, B, n+1)``."""
-    z = torch.empty(len(uniform), *take.shape, dtype=torch.float64)
+    z = torch.empty(len(uniform), *take.shape, dtype=torch.float64, device="cpu")
     _run(_draws, take, skip, sizes, k, uniform.contiguous(), z)
     return z
 
@@ -363,7 +363,7 @@ def kbest(
     take: Tensor, skip: Tensor, sizes: Tensor, k: tuple[int, int], count: int
 ) -> tuple[Tensor, Tensor]:
     """Scores ``(B, count)``, −inf where there is no such subset, and z ``(B, count, n)``."""
-    out = torch.empty(len(take), count, dtype=torch.float64)
-    z = torch.empty(len(take), count, take.shape[1], dtype=torch.float64)
+    out = torch.empty(len(take), count, dtype=torch.float64, device="cpu")
+    z = torch.empty(len(take), count, take.shape[1], dtype=torch.float64, device="cpu")
     _run(_kbest, take, skip, sizes, k, out, z)
     return out, z

@@ -140,7 +140,9 @@ def _forest(
 ) -> tuple[Run, int, int] | None:
     """As ``_oracle``. Which part each part of the forest stands for is found by packing numbers."""
     items, forest = len(theta), lookup(structure._forest_key())
-    numbers = torch.arange(1.0, theta.shape[1] + 1, dtype=torch.float64).split(list(sizes))
+    numbers = torch.arange(1.0, theta.shape[1] + 1, dtype=torch.float64, device="cpu").split(
+        list(sizes)
+    )
     named = [x.expand(items, -1).reshape(p.shape) for x, p in zip(numbers, parts, strict=True)]
     packed, source = (
         structure._pack(given).reshape(items, forest.num_parts).double() for given in (parts, named)

@@ -328,7 +328,7 @@ class FactorGraph:
         ``feasible`` which assignments every factor allows. Warns where one is not.
         """
         _check_steps("argmax", max_iter, tol)
-        impossible = torch.zeros((), dtype=torch.bool)
+        impossible = torch.zeros((), dtype=torch.bool, device="cpu")
 
         def solve(problem: Consensus) -> Assigned:
             nonlocal impossible

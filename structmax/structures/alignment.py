@@ -426,7 +426,7 @@ class Alignment(TwoSided, DynamicStructure):
             other = f"one of kind {q.kind!r}" if isinstance(q, Alignment) else type(q).__name__
             raise ValueError(f"Alignment: cannot compare kind {self.kind!r} with {other}.")
         sizes = zip(self._sizes(), q._sizes(), strict=True)
-        if checks.can_look() and any(bool((a != b).any()) for a, b in sizes):
+        if checks.can_look(self._first) and any(bool((a != b).any()) for a, b in sizes):
             raise ValueError("Alignment: both distributions must have the same lengths.")
         if (self.moves is None) == (q.moves is None):
             return self, q
@@ -485,12 +485,14 @@ class Alignment(TwoSided, DynamicStructure):
         if math.comb(n + m, n) > 50_000:
             raise ValueError(f"Alignment.enumerate_support: {n} × {m} cells are too many.")
         paths = list(_EVERY[self.kind](n, m))
-        every = torch.zeros(len(paths), *self.event_shape, dtype=self.dtype)
+        every = torch.zeros(len(paths), *self.event_shape, dtype=self.dtype, device="cpu")
         for z, pairs in zip(every, paths, strict=True):
             z[tuple(np.array(pairs, dtype=np.int64).reshape(-1, 2).T)] = 1
         if self.band is not None:
             shape = self.event_shape[0], self.event_shape[1]
-            near = dense.in_band(*shape, torch.tensor(n), torch.tensor(m), self.band)
+            near = dense.in_band(
+                *shape, torch.tensor(n, device="cpu"), torch.tensor(m, device="cpu"), self.band
+            )
             every = every[~(every * ~near).flatten(1).any(-1)]
         every = every.to(self.scores.device)
         every = every.reshape(len(every), *[1] * len(self.batch_shape), *self.event_shape)
@@ -505,7 +507,7 @@ class Alignment(TwoSided, DynamicStructure):
     def encode(self, obj: Any) -> Tensor:
         """z of pairs: a list of pairs (row, column) for each item, nested as the batch."""
         items, shape = unnest("Alignment", obj, 2, len(self.batch_shape))
-        z = torch.zeros(len(items), *self.event_shape, dtype=self.dtype)
+        z = torch.zeros(len(items), *self.event_shape, dtype=self.dtype, device="cpu")
         for marks, pairs in zip(z, items, strict=True):
             for i, j in pairs:
                 if not (0 <= i < z.shape[1] and 0 <= j < z.shape[2]):

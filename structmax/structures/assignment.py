@@ -195,7 +195,7 @@ class Assignment(TwoSided, DynamicStructure):
         """Rows and columns that are drawn: those of the largest items where that decides."""
         n, m = self.event_shape
         small = min(n, m) <= LARGEST or self.rows is None or not self.batch_shape.numel()
-        if small or not checks.can_look():
+        if small or not checks.can_look(self._first):
             return n, m
         rows, columns = self._sizes()
         return int(rows.amax()), int(columns.amax())
@@ -270,7 +270,7 @@ class Assignment(TwoSided, DynamicStructure):
         if not isinstance(q, Assignment):
             raise ValueError(f"Assignment: cannot compare with {type(q).__name__}.")
         sizes = zip(self._sizes(), q._sizes(), strict=True)
-        if checks.can_look() and any(bool((a != b).any()) for a, b in sizes):
+        if checks.can_look(self._first) and any(bool((a != b).any()) for a, b in sizes):
             raise ValueError("Assignment: both distributions must have the same lengths.")
         return self, q
 
@@ -314,7 +314,7 @@ class Assignment(TwoSided, DynamicStructure):
         inside, sizes = self._inside(), self._sizes()
         safe = torch.where(inside, scores, 0.0)
         with torch.no_grad():
-            if checks.can_look() and bool((safe > -math.inf).all()):
+            if checks.can_look(self._first) and bool((safe > -math.inf).all()):
                 cells, longer = inside, torch.maximum(*sizes)[..., None]
                 spare = torch.arange(max(self.event_shape), device=longer.device) < longer
             else:
@@ -439,14 +439,18 @@ class Assignment(TwoSided, DynamicStructure):
         n, m = self.event_shape
         if isinstance(obj, Tensor):
             wrong = (obj < -1) | (obj >= m)
-            if obj.dim() < 1 or obj.shape[-1] != n or (checks.can_look() and bool(wrong.any())):
+            if (
+                obj.dim() < 1
+                or obj.shape[-1] != n
+                or (checks.can_look(self._first) and bool(wrong.any()))
+            ):
                 raise ValueError(
                     f"Assignment: columns must be (..., {n}), each below {m} or -1 for none, got "
                     f"{tuple(obj.shape)}: {obj.tolist()}."
                 )
             return self._z_of(obj)
         items, batch = unnest("Assignment", obj, 2, len(self.batch_shape))
-        z = torch.zeros(len(items), n, m, dtype=self.dtype)
+        z = torch.zeros(len(items), n, m, dtype=self.dtype, device="cpu")
         for marks, pairs in zip(z, items, strict=True):
             for pair in pairs:
                 if len(pair) != 2 or not (0 <= pair[0] < n and 0 <= pair[1] < m):

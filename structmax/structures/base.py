@@ -230,7 +230,7 @@ class Structure(Distribution):
             return
         valid = self._record.covers(self._integer_tensors)
         scored = self._record.covers(self._score_tensors)
-        if (valid and scored) or not checks.can_look():
+        if (valid and scored) or not checks.can_look(self._first):
             return
         late = late and self._validates_late and backend_for(self._first) == "gpu"
         integers = {} if valid else self._given_integers()
@@ -242,7 +242,7 @@ class Structure(Distribution):
     def _validate_integers(self) -> None:
         """``_validate`` without the scores, for those who read integers only. It leaves inference
         tensors, which would be validated at each reading, to ``_validate``."""
-        known = not self._validate_args or self._is_valid or not checks.can_look()
+        known = not self._validate_args or self._is_valid or not checks.can_look(self._first)
         if known or any(t.is_inference() for t in self._integer_tensors):
             return
         checks.values(self._name, {}, self._given_integers())
@@ -542,7 +542,11 @@ class Structure(Distribution):
                 f"broadcast with {tuple(self.batch_shape)}."
             ) from None
         z = z.expand(*batch, *self.event_shape)
-        return z if self._validate_args is False or not checks.can_look() else self._checked(z)
+        return (
+            z
+            if self._validate_args is False or not checks.can_look(self._first)
+            else self._checked(z)
+        )
 
     def _checked(self, z: Tensor) -> Tensor:
         """z if it is an indicator of structures; the error names the item otherwise."""

@@ -167,9 +167,9 @@ class BinaryTree(PackedSquare):
                 f"BinaryTree.enumerate_support: trees over {length} leaves are too many."
             )
         trees = _trees(0, length - 1, {})
-        every = torch.zeros(len(trees), n, n)
+        every = torch.zeros(len(trees), n, n, device="cpu")
         for z, spans in zip(every, trees, strict=True):
-            z[tuple(torch.tensor(spans).T)] = 1.0
+            z[tuple(torch.tensor(spans, device="cpu").T)] = 1.0
         return self._with_labels(every, expand)
 
     def decode(self, z: Tensor) -> Any:
@@ -201,7 +201,7 @@ class BinaryTree(PackedSquare):
         absent = (spans == -1).all(-1)
         wrong = ((spans < 0) | (spans >= sizes)).any(-1) | (spans[..., 0] > spans[..., 1])
         wrong = wrong & ~absent
-        if checks.can_look() and bool(wrong.any()):
+        if checks.can_look(self._first) and bool(wrong.any()):
             where = tuple(wrong.nonzero()[0].tolist())
             raise ValueError(
                 f"BinaryTree: {tuple(spans[where].tolist())} at {list(where)} is no span of "

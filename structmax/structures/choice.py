@@ -107,6 +107,10 @@ class Choice(DynamicStructure):
     def encode(self, obj: Any) -> Tensor:
         index = checks.as_tensor("Choice", "an index", obj, self.scores.device)
         n = self.event_shape[0]
-        if checks.can_look() and index.numel() and not bool(((index >= 0) & (index < n)).all()):
+        if (
+            checks.can_look(index)
+            and index.numel()
+            and not bool(((index >= 0) & (index < n)).all())
+        ):
             raise ValueError(f"Choice: an index must be between 0 and {n - 1}, got {obj}.")
         return torch.nn.functional.one_hot(index.long(), n).to(self.dtype)

@@ -168,7 +168,9 @@ class CTC(DynamicStructure):
                 "constructor split them. Make another CTC, or give targets as (*B, S)."
             )
         tensors = [*self._integer_tensors, *self._score_tensors]
-        known = self._record.covers(tensors) or not (self._validate_args and checks.can_look())
+        known = self._record.covers(tensors) or not (
+            self._validate_args and checks.can_look(self._first)
+        )
         on_gpu = not known and backend_for(self.log_probs) == "gpu" and self._is_dense
         if on_gpu and self._all_good():
             self._record.add(tensors)
@@ -334,7 +336,7 @@ class CTC(DynamicStructure):
             raise ValueError(f"CTC: cannot compare with {type(q).__name__}.")
         own, other = (*self._sizes(), self._symbols()), (*q._sizes(), q._symbols())
         same = own[-1].shape[-1] == other[-1].shape[-1] and self.blank == q.blank
-        if checks.can_look() and not (
+        if checks.can_look(self._first) and not (
             same and all(bool((a == b).all()) for a, b in zip(own, other, strict=True))
         ):
             raise ValueError("CTC: both distributions must have the same lengths and targets.")
@@ -364,8 +366,8 @@ class CTC(DynamicStructure):
             for path in itertools.product(alphabet, repeat=frames)
             if [x for x, _ in itertools.groupby(path) if x != self.blank] == target
         ]
-        every = torch.zeros(len(found), *self.event_shape, dtype=self.dtype)
-        index = torch.tensor(found, dtype=torch.long).reshape(len(found), frames, 1)
+        every = torch.zeros(len(found), *self.event_shape, dtype=self.dtype, device="cpu")
+        index = torch.tensor(found, dtype=torch.long, device="cpu").reshape(len(found), frames, 1)
         every[:, :frames].scatter_(-1, index, 1.0)
         every = every.to(self.log_probs.device)
         every = every.reshape(len(found), *[1] * len(self.batch_shape), *self.event_shape)
@@ -393,7 +395,7 @@ class CTC(DynamicStructure):
             raise ValueError(f"CTC: symbols must be (..., {frames}), got {tuple(obj.shape)}.")
         frame = torch.arange(frames, device=obj.device)
         inside = frame < self._sizes()[0][..., None]
-        if self._validate_args and checks.can_look():
+        if self._validate_args and checks.can_look(self._first):
             wrong = inside & ((obj < 0) | (obj >= symbols))
             if bool(wrong.any()):
                 where = tuple(wrong.nonzero()[0].tolist())

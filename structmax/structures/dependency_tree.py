@@ -222,7 +222,7 @@ class DependencyTree(SquareStructure):
             heads, labels = heads.unbind(-1)
             labels = torch.where(inside, labels, 0)
         heads = torch.where(inside, heads, 0)
-        if self._validate_args and checks.can_look():
+        if self._validate_args and checks.can_look(self._first):
             limits = self._lengths()[..., None]
             self._refuse_entries("a head", "the length", heads, limits)
             if labels is not None:
@@ -386,19 +386,21 @@ class DependencyTree(SquareStructure):
             raise ValueError(
                 f"{self._name}.enumerate_support: trees of {length} words are too many."
             )
-        heads = torch.cartesian_prod(*[torch.arange(length + 1)] * length).reshape(-1, length)
+        heads = torch.cartesian_prod(*[torch.arange(length + 1, device="cpu")] * length).reshape(
+            -1, length
+        )
         heads = torch.nn.functional.pad(heads, (0, n - length))
         heads = heads[self._one_of(length)._are_trees(heads)]
-        word = torch.arange(1, length + 1)
-        every = torch.zeros(len(heads), n + 1, n + 1)
-        every[torch.arange(len(heads))[:, None], heads[:, :length], word] = 1.0
+        word = torch.arange(1, length + 1, device="cpu")
+        every = torch.zeros(len(heads), n + 1, n + 1, device="cpu")
+        every[torch.arange(len(heads), device="cpu")[:, None], heads[:, :length], word] = 1.0
         return self._with_labels(every, expand)
 
     def _one_of(self, length: int) -> DependencyTree:
         """One unlabelled item of this length, which knows what a tree is."""
         return type(self)(
-            torch.zeros(self.event_shape[:2]),
-            torch.tensor(length),
+            torch.zeros(self.event_shape[:2], device="cpu"),
+            torch.tensor(length, device="cpu"),
             self.projective,
             self.root,
             labelled=False,

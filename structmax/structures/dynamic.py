@@ -82,7 +82,11 @@ class DynamicStructure(PartStructure):
 
     def _same_goals(self, q: DynamicStructure, what: str) -> None:
         """An error where both have other goals, which follow from ``what``."""
-        if q is not self and checks.can_look() and bool((self._goal() != q._goal()).any()):
+        if (
+            q is not self
+            and checks.can_look(self._first)
+            and bool((self._goal() != q._goal()).any())
+        ):
             raise ValueError(f"{self._name}: both distributions must have the same {what}.")
 
     # -- value and gradient -----------------------------------------------------------------------
@@ -158,7 +162,7 @@ class DynamicStructure(PartStructure):
         theta = theta.reshape(batch.numel(), theta.shape[-1])
         goal = wide._goal().reshape(-1)
         use = edge_visits(key, backpointers(key, theta, Hard()), goal)
-        if checks.can_look():
+        if checks.can_look(self._first):
             forest = lookup(key)
             counts = counts_of_edges(forest, use).reshape(*batch, forest.num_parts)
             wide._refuse_no_structure(z, counts)
@@ -172,7 +176,7 @@ class DynamicStructure(PartStructure):
 
     def _refuse_no_structure(self, z: Tensor, counts: Tensor) -> None:
         """z must have the parts of its derivation, given by counts ``(*batch, P)``."""
-        if self._validate_args and checks.can_look():
+        if self._validate_args and checks.can_look(self._first):
             wrong = self._to_event(counts[..., : self._width()]) != z
             wrong = wrong.reshape(self.batch_shape.numel(), self.event_shape.numel()).any(-1)
             if bool(wrong.any()):

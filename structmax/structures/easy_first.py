@@ -92,8 +92,8 @@ class EasyFirst(Incremental):
                 f"EasyFirst.enumerate_support: merge sequences over {length} leaves are too many."
             )
         if length == 1:
-            return torch.zeros(1, 0, dtype=torch.int64)
-        positions = [torch.arange(left) for left in range(length - 1, 0, -1)]
+            return torch.zeros(1, 0, dtype=torch.int64, device="cpu")
+        positions = [torch.arange(left, device="cpu") for left in range(length - 1, 0, -1)]
         return torch.cartesian_prod(*positions).reshape(-1, length - 1)
 
     # -- what a sequence has built ----------------------------------------------------------------

@@ -242,10 +242,10 @@ class GridPath(DynamicStructure):
                     stack.append((*path, (y, x)))
 
     def _z_of(self, paths: list[Any]) -> Tensor:
-        z = torch.zeros(len(paths), *self.event_shape, dtype=self.dtype)
+        z = torch.zeros(len(paths), *self.event_shape, dtype=self.dtype, device="cpu")
         index = [(i, r, c) for i, path in enumerate(paths) for r, c in path]
         if index:
-            z[tuple(torch.tensor(index).unbind(-1))] = 1
+            z[tuple(torch.tensor(index, device="cpu").unbind(-1))] = 1
         return z.to(self.scores.device)
 
     def decode(self, z: Tensor) -> Any:
@@ -285,7 +285,7 @@ class FreeGridPath(GridPath):
         super()._validate(late)
 
     def _refuse_positive(self) -> None:
-        if not (self._validate_args and checks.can_look()):
+        if not (self._validate_args and checks.can_look(self._first)):
             return
         positive = self.scores > 0
         if bool(positive.any()):

@@ -326,7 +326,7 @@ class Incremental(Structure):
 
     @property
     def _can_replay(self) -> bool:
-        return getattr(self.policy, "can_replay", False) and checks.can_look()
+        return getattr(self.policy, "can_replay", False) and checks.can_look(self._first)
 
     def _found(
         self, name: Any, search: Callable[[Incremental], Built], items: Tensor, lead: int
@@ -348,7 +348,7 @@ class Incremental(Structure):
         built = built._replace(log_prob=self._sound(built.log_prob, items))
         z = self._one_hot(built.actions) if built.soft is None else built.soft
         z = z.reshape(*lead, *self.event_shape)
-        if checks.can_look() and (tensors := self._read_by_policy()) is not None:
+        if checks.can_look(self._first) and (tensors := self._read_by_policy()) is not None:
             self._memory.keep(tensors, z, items, built)
         return Rollout(z, built.log_prob.reshape(lead), built.state)
 
@@ -358,7 +358,7 @@ class Incremental(Structure):
         wrong = self._wrong_items()
         if wrong is not None:
             log_prob = torch.where(wrong[items], math.nan, log_prob)
-        if self._validate_args and checks.can_look() and bool(log_prob.isnan().any()):
+        if self._validate_args and checks.can_look(self._first) and bool(log_prob.isnan().any()):
             item = int(items[log_prob.isnan().nonzero()[0, 0]])
             raise ValueError(
                 f"{self._name}: the policy's scores of item {item} hold NaN or +inf, or forbid "
@@ -422,7 +422,7 @@ class Incremental(Structure):
                     f"{self._name}: items must hold the index of an item for each structure, "
                     f"({z.shape[0]},), got {tuple(items.shape)}."
                 )
-            if self._validate_args and checks.can_look() and items.numel():
+            if self._validate_args and checks.can_look(self._first) and items.numel():
                 given = checks.between(items, 0, len(self.inputs) - 1)
                 checks.values(self._name, {}, {"items": given})
             return z, items, lead
@@ -444,7 +444,7 @@ class Incremental(Structure):
             wrong = wrong | (rows.sum(-1) != (actions >= 0)).any(-1)
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0, 0])
-            where = list(torch.unravel_index(torch.tensor(row), lead)) if lead else []
+            where = list(torch.unravel_index(torch.tensor(row, device="cpu"), lead)) if lead else []
             raise ValueError(
                 f"{self._name}: z{[int(i) for i in where]} builds no tree over "
                 f"{int(lengths[row])} leaves; its actions are {actions[row].tolist()}."

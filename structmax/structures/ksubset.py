@@ -221,7 +221,11 @@ class KSubset(OneSided, DynamicStructure):
             other = f"k = {q.k}" if isinstance(q, KSubset) else type(q).__name__
             raise ValueError(f"KSubset: cannot compare k = {self.k} with {other}.")
         ragged = self.lengths is not None or q.lengths is not None
-        if ragged and checks.can_look() and bool((self._lengths() != q._lengths()).any()):
+        if (
+            ragged
+            and checks.can_look(self._first)
+            and bool((self._lengths() != q._lengths()).any())
+        ):
             raise ValueError("KSubset: both distributions must have the same lengths.")
         return self, q
 
@@ -389,10 +393,10 @@ class KSubset(OneSided, DynamicStructure):
         return every.expand(-1, *self.batch_shape, n) if expand else every
 
     def _z_of(self, items: Sequence[Sequence[int]]) -> Tensor:
-        z = torch.zeros(len(items), self.event_shape[0], dtype=self.dtype)
+        z = torch.zeros(len(items), self.event_shape[0], dtype=self.dtype, device="cpu")
         index = [(row, i) for row, item in enumerate(items) for i in item]
         if index:
-            z[tuple(torch.tensor(index).unbind(-1))] = 1
+            z[tuple(torch.tensor(index, device="cpu").unbind(-1))] = 1
         return z.to(self.scores.device)
 
     def decode(self, z: Tensor) -> Any:

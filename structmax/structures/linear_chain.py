@@ -386,7 +386,7 @@ class LinearChain(OneSided, DynamicStructure):
         tensor([1, 0])
         """
         best, tags = self._viterbi()
-        if self._validate_args and checks.can_look():
+        if self._validate_args and checks.can_look(self._first):
             if self._proves(best) or math.isfinite(best.sum().item()):
                 return tags
             checks.feasible(self._name, "argmax_tags", best)
@@ -415,7 +415,11 @@ class LinearChain(OneSided, DynamicStructure):
         if not isinstance(q, LinearChain):
             raise ValueError(f"{self._name}: cannot compare with {type(q).__name__}.")
         ragged = self.lengths is not None or q.lengths is not None
-        if ragged and checks.can_look() and bool((self._lengths() != q._lengths()).any()):
+        if (
+            ragged
+            and checks.can_look(self._first)
+            and bool((self._lengths() != q._lengths()).any())
+        ):
             raise ValueError(f"{self._name}: both distributions must have the same lengths.")
         if self._steps_given == q._steps_given:
             return self, q
@@ -441,7 +445,7 @@ class LinearChain(OneSided, DynamicStructure):
         constants = self._lengths(), tags.long()
         loss = dense.chain_loss.value(self._dense_parts(), constants, "", self.smoothing.code)
         log_prob = at_most_zero(-loss / self.smoothing.gamma)
-        if self._proves(loss) or not (self._validate_args and checks.can_look()):
+        if self._proves(loss) or not (self._validate_args and checks.can_look(self._first)):
             return log_prob
         # of validated scores, NaN stands for an item that allows nothing: ∞ − ∞
         return torch.where(log_prob.isnan(), -math.inf, log_prob)
@@ -504,7 +508,7 @@ class LinearChain(OneSided, DynamicStructure):
                     f"{tuple(self.batch_shape)}, got {tuple(tags.shape)}."
                 )
             tags = tags.expand(shape)
-        if self._validate_args and checks.can_look() and tags.numel():
+        if self._validate_args and checks.can_look(self._first) and tags.numel():
             if tags.device.type == "cpu":  # where two looks cost less than what follows
                 least, most = tags.aminmax()
                 if least >= 0 and most < c:
@@ -545,7 +549,7 @@ class LinearChain(OneSided, DynamicStructure):
             raise ValueError(
                 f"{self._name}.enumerate_support: {c}^{length} structures are too many."
             )
-        tags = torch.tensor(list(itertools.product(range(c), repeat=length)))
+        tags = torch.tensor(list(itertools.product(range(c), repeat=length)), device="cpu")
         every = torch.nn.functional.one_hot(tags, c)
         every = torch.nn.functional.pad(every, (0, 0, 0, n - length)).to(self.dtype)
         every = every.to(self._first.device).reshape(-1, *[1] * len(self.batch_shape), n, c)

@@ -161,7 +161,7 @@ class PartStructure(Structure):
             not (self._validates_late and self._validate_args)
             or torch.compiler.is_compiling()
             or self._record.covers(self._score_tensors)
-            or not checks.can_look()
+            or not checks.can_look(value)
         ):
             return False
         finite = math.isfinite(value.sum().item())  # one kernel; a sum may also overflow
@@ -184,10 +184,10 @@ class PartStructure(Structure):
         value = value.detach()
         if self._proves(value):
             return answer
-        if self._validate_args and checks.can_look():
+        if self._validate_args and checks.can_look(self._first):
             self._check_feasible(query, value)
             return answer
-        on_cpu = value.device.type == "cpu" and checks.can_look() and is_plain((value,))
+        on_cpu = value.device.type == "cpu" and checks.can_look(value) and is_plain((value,))
         if on_cpu and np.isfinite(value.numpy()).all():
             return answer
         # 0 · value is NaN for −inf, and for the NaN or +inf of scores not looked at: one launch
@@ -215,7 +215,7 @@ class PartStructure(Structure):
     def _watched_scores(self, scores: Tensor, z: Tensor, exists: Tensor) -> Tensor:
         """The scores of the k best, the same numbers, with a gradient."""
         at, some = len(self.batch_shape), exists[..., 0]
-        if self._validate_args and checks.can_look() and not bool(some.all()):
+        if self._validate_args and checks.can_look(self._first) and not bool(some.all()):
             if not bool(some.any()):
                 return scores
             known = self[some]._watched_scores(scores[some], z[some], exists[some])

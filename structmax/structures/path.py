@@ -143,7 +143,12 @@ class Path(DynamicStructure):
         batch = checks.batch_shape("Path", scores=(scores, 1), target=(end, 0))
         self._usable = checks.Derived()
         super().__init__(batch, (e,), smoothing, validate_args)
-        if end is None and self._validate_args and checks.can_look() and bool(self._is_lost()):
+        if (
+            end is None
+            and self._validate_args
+            and checks.can_look(self._first)
+            and bool(self._is_lost())
+        ):
             raise ValueError(f"Path: {_NO_PATH}".format(source=source, got=target, item=""))
 
     @property
@@ -207,7 +212,8 @@ class Path(DynamicStructure):
             return place[self.target if 0 <= self.target < last else last].int().to(device)
         target = self.target.long()
         outside = (target < 0) | (target > last)
-        return place.to(device)[torch.where(outside, last, target)].int()
+        node = torch.where(outside, last, target)
+        return place.to(device).index_select(0, node.reshape(-1)).reshape(node.shape).int()
 
     def _derivation_size(self) -> int:
         return self._graph.forest.longest
@@ -262,7 +268,7 @@ class Path(DynamicStructure):
 
     def enumerate_support(self, expand: bool = True) -> Tensor:
         self._validate_integers()
-        targets = torch.as_tensor(self.target).unique().tolist()
+        targets = torch.as_tensor(self.target, device="cpu").unique().tolist()
         if len(targets) > 1:
             raise ValueError(
                 "Path.enumerate_support: items with different targets have different supports. "
@@ -276,7 +282,7 @@ class Path(DynamicStructure):
         return every.expand(-1, *self.batch_shape, *self.event_shape) if expand else every
 
     def _z_of(self, paths: list[list[int]]) -> Tensor:
-        z = torch.zeros(len(paths), *self.event_shape, dtype=self.dtype)
+        z = torch.zeros(len(paths), *self.event_shape, dtype=self.dtype, device="cpu")
         for row, path in zip(z, paths, strict=True):
             row[path] = 1
         return z.to(self.scores.device)

@@ -412,7 +412,7 @@ class PCFG(OneSided, DynamicStructure):
 
     def _refuse_overflow(self, z: Tensor) -> None:
         """Draws ``(count, *B, n, n, S)`` must be trees, and not NaN."""
-        if not (checks.can_look() and z.numel()):
+        if not (checks.can_look(self._first) and z.numel()):
             return
         bad = z[..., 0, 0, 0].isnan().any(0)
         if bool(bad.any()):
@@ -430,7 +430,11 @@ class PCFG(OneSided, DynamicStructure):
                 f"{q!r}."
             )
         ragged = self.lengths is not None or q.lengths is not None
-        if ragged and checks.can_look() and bool((self._lengths() != q._lengths()).any()):
+        if (
+            ragged
+            and checks.can_look(self._first)
+            and bool((self._lengths() != q._lengths()).any())
+        ):
             raise ValueError(f"{self._name}: both distributions must have the same lengths.")
         return self, q
 
@@ -510,7 +514,7 @@ class PCFG(OneSided, DynamicStructure):
         count = trees * N ** (length - 1) * P**length if length > 1 else 0
         if count > 1_000_000:
             raise ValueError(f"{self._name}.enumerate_support: {count} structures are too many.")
-        every = torch.zeros(count, n, n, S, dtype=self.dtype)
+        every = torch.zeros(count, n, n, S, dtype=self.dtype, device="cpu")
         for z, tree in zip(every, _trees(0, length - 1, N, P), strict=False):
             for i, j, symbol in tree:
                 z[i, j, symbol] = 1
@@ -531,7 +535,7 @@ class PCFG(OneSided, DynamicStructure):
         """z of a list of ``(i, j, symbol)``, nested lists of those, or a tensor ``(*B, m, 3)`` with
         rows of −1 in the padding."""
         items, batch = unnest(self._name, obj, 2, len(self.batch_shape))
-        z = torch.zeros(len(items), *self.event_shape, dtype=self.dtype)
+        z = torch.zeros(len(items), *self.event_shape, dtype=self.dtype, device="cpu")
         for number, item in enumerate(items):
             for part in item:
                 if all(x == -1 for x in part):  # padding of a tensor

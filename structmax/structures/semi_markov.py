@@ -361,10 +361,10 @@ class SemiMarkov(OneSided, DynamicStructure):
         return every.expand(-1, *self.batch_shape, n, k, c) if expand else every
 
     def _z_of(self, items: Sequence[Sequence[tuple[int, int, int]]]) -> Tensor:
-        z = torch.zeros(len(items), *self.event_shape, dtype=self.dtype)
+        z = torch.zeros(len(items), *self.event_shape, dtype=self.dtype, device="cpu")
         index = [(i, s, e - s, j) for i, item in enumerate(items) for s, e, j in item]
         if index:
-            z[tuple(torch.tensor(index).unbind(-1))] = 1
+            z[tuple(torch.tensor(index, device="cpu").unbind(-1))] = 1
         return z.to(self.segments.device)
 
     def decode(self, z: Tensor) -> Any:

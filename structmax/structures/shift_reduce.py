@@ -97,7 +97,7 @@ class ShiftReduce(Incremental):
             raise ValueError(
                 f"ShiftReduce.enumerate_support: trees over {length} leaves are too many."
             )
-        return torch.tensor(_sequences(length, 0, {}))
+        return torch.tensor(_sequences(length, 0, {}), device="cpu")
 
     # -- trees ------------------------------------------------------------------------------------
 

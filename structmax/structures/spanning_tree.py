@@ -264,12 +264,14 @@ class SpanningTree(ArcStructure):
                 f"SpanningTree.enumerate_support: trees of {length} nodes are too many."
             )
         n = self._longest
-        heads = torch.tensor(list(itertools.product(range(length), repeat=length - 1))).long()
+        heads = torch.tensor(
+            list(itertools.product(range(length), repeat=length - 1)), device="cpu"
+        ).long()
         above = torch.nn.functional.pad(heads, (1, 0))
         for _ in range(length.bit_length()):
             above = above.gather(-1, above)
         heads = torch.nn.functional.pad(heads[(above == 0).all(-1)], (0, n - length))
-        one = type(self)(torch.zeros(n, n), torch.tensor(length))
+        one = type(self)(torch.zeros(n, n, device="cpu"), torch.tensor(length, device="cpu"))
         return self._with_labels(one._z_of(heads, None), expand)
 
     def decode(self, z: Tensor) -> Any:
@@ -282,7 +284,7 @@ class SpanningTree(ArcStructure):
     def encode(self, obj: Any) -> Tensor:
         """z of pairs of nodes: a tensor ``(*B, e, 2)``, −1 in the padding, or lists of pairs."""
         items, batch = unnest("SpanningTree", obj, 2, len(self.batch_shape))
-        z = torch.zeros(len(items), *self.event_shape, dtype=self.dtype)
+        z = torch.zeros(len(items), *self.event_shape, dtype=self.dtype, device="cpu")
         for item, edges in enumerate(items):
             for edge in edges:
                 if len(edge) != 2 or not all(-1 <= v < self._longest for v in edge):

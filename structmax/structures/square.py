@@ -143,7 +143,11 @@ class SquareStructure(OneSided, PartStructure):
                 f"and {got}."
             )
         ragged = self.lengths is not None or other.lengths is not None
-        if ragged and checks.can_look() and bool((self._lengths() != other._lengths()).any()):
+        if (
+            ragged
+            and checks.can_look(self._first)
+            and bool((self._lengths() != other._lengths()).any())
+        ):
             raise ValueError(f"{self._name}: both distributions must have the same lengths.")
         return p, other
 
@@ -167,7 +171,9 @@ class SquareStructure(OneSided, PartStructure):
         every = every.to(self.scores.device, self.dtype)
         if self.labelled:
             c, count = self._labels, int(every[0].sum())
-            choice = torch.cartesian_prod(*[torch.arange(c)] * count).reshape(-1, count)
+            choice = torch.cartesian_prod(*[torch.arange(c, device="cpu")] * count).reshape(
+                -1, count
+            )
             labels = torch.nn.functional.one_hot(choice, c).to(every)  # (c^count, count, c)
             whole = every.new_zeros(len(every), len(labels), *self.event_shape)
             for z, filled in zip(every, whole, strict=True):

@@ -888,7 +888,7 @@ def hvp(scores: Sequence[Tensor], directions: Sequence[Tensor], lengths: Tensor)
 
     run_chunks(task, len(unary), 4 * _work(unary))
     at_start = w[:, 0, : start.shape[1]].clone()
-    at_end = w[torch.arange(len(w)), torch.from_numpy(inputs[-1]) - 1, : end.shape[1]]
+    at_end = w[torch.arange(len(w), device="cpu"), torch.from_numpy(inputs[-1]) - 1, : end.shape[1]]
     return [w, w_edges, at_start, at_end]
 
 

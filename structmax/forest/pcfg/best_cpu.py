@@ -140,7 +140,7 @@ def charts(g: Grammar) -> tuple[Tensor, Tensor, Tensor]:
     within an item's length only."""
     B, n, _, S = g.spans.shape
     shapes = (B,), (B, n, n, g.N), (B, n, g.P)
-    out = [torch.empty(shape, dtype=torch.float64) for shape in shapes]
+    out = [torch.empty(shape, dtype=torch.float64, device="cpu") for shape in shapes]
     tensors = (g.spans, g.root, g.rules, g.lengths, *out)
     arrays = [array(t) for t in tensors]
     run_chunks(lambda low, high: fill_charts(low, high, *arrays), B, n * n // 2 * g.N * S * S)

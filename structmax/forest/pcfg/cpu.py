@@ -340,7 +340,7 @@ def sample(
     uniform: Tensor,
 ) -> Tensor:  # fmt: skip
     """Indicators ``(D, B, n, n, S)`` of exact draws from the chart of sums."""
-    z = torch.zeros((len(uniform), *spans.shape), dtype=torch.float64)
+    z = torch.zeros((len(uniform), *spans.shape), dtype=torch.float64, device="cpu")
     inputs = _arrays(chart, leaf, spans, root, rules, lengths, uniform)
     work = len(uniform) * spans.shape[1] ** 2 * spans.shape[3] * 10
     run_chunks(lambda i, j: draws(i, j, *inputs, z.numpy()), len(spans), work)
@@ -350,7 +350,7 @@ def sample(
 def sample_low_rank(state: LowRank, uniform: Tensor) -> Tensor:
     """The same after ``state.rise()``; an item without a tree gives no tree."""
     g, p, m = state.g, state.p, state.m
-    z = torch.zeros((len(uniform), *g.spans.shape), dtype=torch.float64)
+    z = torch.zeros((len(uniform), *g.spans.shape), dtype=torch.float64, device="cpu")
     charts = (p.by_start.x, m.by_start.x, p.leaf.x, m.leaf.x, *(side.x for side in state.sides))
     rest = (*(f.x for f in state.factors), state.goal.x, g.lengths, uniform)
     inputs = _arrays(*charts, *rest)
@@ -364,8 +364,8 @@ def kbest(
 ) -> tuple[Tensor, Tensor]:
     """Scores ``(B, k)``, −inf where there is no such tree, and indicators ``(B, k, n, n, S)``."""
     B = len(spans)
-    scores = torch.full((B, k), -INF, dtype=torch.float64)
-    z = torch.zeros((B, k, *spans.shape[1:]), dtype=torch.float64)
+    scores = torch.full((B, k), -INF, dtype=torch.float64, device="cpu")
+    z = torch.zeros((B, k, *spans.shape[1:]), dtype=torch.float64, device="cpu")
     inputs = _arrays(chart, leaf, spans, root, rules, lengths)
     work = k * spans.shape[1] ** 2 * spans.shape[3] * 10
     run_chunks(lambda i, j: k_best(i, j, *inputs, scores.numpy(), z.numpy()), B, work)
