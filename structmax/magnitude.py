@@ -73,6 +73,7 @@ def moderate(
 
 def has_huge(t: Tensor, limit: float) -> bool:
     """Whether a finite entry of a CPU tensor is beyond ±limit."""
+    from structmax.jit import array
     from structmax.magnitude_cpu import has_beyond
 
     if t.device.type != "cpu" or t.dtype not in (torch.float32, torch.float64):
@@ -80,7 +81,7 @@ def has_huge(t: Tensor, limit: float) -> bool:
     t = t.detach()
     if 0 in t.stride():
         t = t[tuple(slice(0, 1) if s == 0 else slice(None) for s in t.stride())]
-    return has_beyond(t.contiguous().view(-1).numpy(), limit)
+    return has_beyond(array(t).reshape(-1), limit)
 
 
 def clamped(t: Tensor, most: float) -> Tensor:

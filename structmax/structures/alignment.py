@@ -355,13 +355,13 @@ class Alignment(TwoSided, DynamicStructure):
         return self._refuse_infeasible("argmax", value, z).to(self.dtype)
 
     def _peaks(self) -> Tensor:
-        """The largest score of each row ``(*B, n, 1)``, 0 where it has none. In kind monotone every
-        structure has one cell of each row: without them, sums along the rows stay small."""
+        """The largest score of each row ``(*B, n, 1)``, 0 where it has none or lies near 0. In kind
+        monotone every structure has one cell of each row: without them, sums stay small."""
         cells, allowed = self._parts()[0].detach(), self._allowed()
         if allowed is not None:
             cells = torch.where(allowed, cells, -math.inf)
         peaks = cells.amax(-1, keepdim=True)
-        return torch.where(peaks.abs() < math.inf, peaks, 0.0)
+        return torch.where((peaks.abs() > 32) & (peaks.abs() < math.inf), peaks, 0.0)
 
     def _theta(self) -> Tensor:
         if self.kind != "monotone":
