@@ -82,7 +82,7 @@ class Record:
 
     def is_stale(self) -> bool:
         """Whether somebody wrote into one of the tensors since."""
-        return any(tensor._version != version for tensor, version in self._versions.values())
+        return not self.covers([tensor for tensor, _, _ in self._states.values()])
 
     def __reduce__(self) -> Any:
         return Record, ()
