@@ -243,6 +243,24 @@ def test_draws_under_huge_scores_follow_the_marginals(smoothing: sx.Smoothing) -
     assert_close(s.marginals(), sx.BinaryTree(x, smoothing=smoothing).marginals(), "marginals")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["monotone", "dtw", "spanning-tree", "chain"])
+def test_a_log_partition_beyond_the_dtype_is_its_last_number(name: str, dtype: torch.dtype) -> None:
+    """Items whose scores are all masked have structures, alike as if all scores were 0."""
+    make: Any = {
+        "monotone": lambda x: sx.Alignment(x, kind="monotone"),
+        "dtw": sx.Alignment,
+        "spanning-tree": sx.SpanningTree,
+        "chain": lambda x: sx.LinearChain(x, torch.zeros(4, 4, dtype=dtype)),
+    }[name]
+    zeros = torch.zeros(2, 4, 4, dtype=dtype)
+    s = make(zeros + torch.finfo(dtype).min)
+    assert bool(s.log_partition().isfinite().all())
+    best = zeros if name == "dtw" else make(zeros).marginals()
+    best[:, range(4), range(4)] += float(name == "dtw")  # which has the fewest cells
+    assert_close(s.marginals(), best, "marginals")
+
+
 def test_grammars_in_log_space_conserve_visits_under_huge_scores() -> None:
     """Where every tree has huge scores, as many visits leave a span as reach it."""
     for size in (-1e9, -1e18, -1e30):

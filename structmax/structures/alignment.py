@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from structmax import checks
+from structmax import checks, magnitude
 from structmax.forest.grid import ops as dense
 from structmax.forest.topology import Forest, ForestBuilder, bucket, family, name_of
 from structmax.primitive import backend_for
@@ -371,7 +371,10 @@ class Alignment(TwoSided, DynamicStructure):
     def _restored(self, value: Tensor) -> Tensor:
         if self.kind != "monotone":
             return value
-        return (value.double() + self._peaks().double().sum((-2, -1))).to(value.dtype)
+        most = torch.finfo(torch.float64).max / 2
+        offset = self._peaks().double().sum((-2, -1)).clamp(-most, most)
+        last = torch.finfo(value.dtype).max  # what is finite stays finite
+        return magnitude.clamped(value.double() + offset, last).to(value.dtype)
 
     def _value(self) -> Tensor:
         if not self._is_dense:
