@@ -228,8 +228,8 @@ class Structure(Distribution):
         """
         if not self._validate_args or torch.compiler.is_compiling():
             return
-        valid = self._record.covers(self._integer_tensors)
         scored = self._record.covers(self._score_tensors)
+        valid = self._record.covers(self._integer_tensors)
         if (valid and scored) or not checks.can_look(self._first):
             return
         late = late and self._validates_late and backend_for(self._first) == "gpu"
@@ -239,14 +239,18 @@ class Structure(Distribution):
         if not late:
             self._record.add(self._score_tensors)
 
-    def _validate_integers(self) -> None:
-        """``_validate`` without the scores, for those who read integers only. It leaves inference
-        tensors, which would be validated at each reading, to ``_validate``."""
-        known = not self._validate_args or self._is_valid or not checks.can_look(self._first)
-        if known or any(t.is_inference() for t in self._integer_tensors):
-            return
+    def _validate_integers(self) -> bool:
+        """``_validate`` without the scores, for those who read integers only; whether these are
+        valid. It leaves inference tensors, which would be validated at each reading, to
+        ``_validate``."""
+        if self._is_valid:
+            return True
+        inference = any(t.is_inference() for t in self._integer_tensors)
+        if inference or not (self._validate_args and checks.can_look(self._first)):
+            return False
         checks.values(self._name, {}, self._given_integers())
         self._record.add(self._integer_tensors)
+        return True
 
     @property
     def _is_valid(self) -> bool:

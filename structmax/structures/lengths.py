@@ -57,16 +57,16 @@ class OneSided(Structure):
         return {"lengths": checks.between(lengths, 1, self._longest)}
 
     def _lengths(self) -> Tensor:
-        """The length of each item, ``(*B)``."""
-        self._validate_integers()
-        return self._possible_lengths()
+        """The length of each item, ``(*B)``; an impossible one is taken for the longest."""
+        if self.lengths is None or not self._validate_integers():
+            return self._possible_lengths()
+        return self.lengths.long().expand(self.batch_shape)
 
     def _possible_lengths(self) -> Tensor:
-        """The length of each item, ``(*B)``; an impossible one is taken for the longest."""
+        """``_lengths`` of lengths that nobody may have validated."""
         if self.lengths is None:
             return full(self.batch_shape, self._longest, self._first.device)
-        lengths = self.lengths.long().expand(self.batch_shape)
-        return lengths if self._is_valid else _possible(lengths, self._longest)
+        return _possible(self.lengths.long().expand(self.batch_shape), self._longest)
 
 
 class TwoSided(Structure):
@@ -85,14 +85,13 @@ class TwoSided(Structure):
 
     def _sizes(self) -> list[Tensor]:
         """Rows and columns of each item, ``(*B)`` each; impossible ones are taken for the most."""
-        self._validate_integers()
-        out = []
+        out, valid = [], self._validate_integers()
         for given, most in zip((self.rows, self.columns), self.event_shape, strict=True):
             if given is None:
                 size = full(self.batch_shape, most, self._first.device)
             else:
                 size = given.long().expand(self.batch_shape)
-                size = size if self._is_valid else _possible(size, most)
+                size = size if valid else _possible(size, most)
             out.append(size)
         return out
 
