@@ -138,7 +138,8 @@ class CTC(DynamicStructure):
         counts, self._split = self.target_lengths, checks.Record()
         if targets.dim() == 1 and log_probs.dim() > 2 and counts is not None and counts.dim():
             self.targets = _split(targets, counts, validate_args is None or bool(validate_args))
-            self._split.add([targets, counts])
+            if not torch.compiler.is_compiling():
+                self._split.add([targets, counts])
         batch = checks.batch_shape("CTC", **self._tensors())
         super().__init__(batch, (frames, symbols), smoothing, validate_args)
         self._check_room((frames, 2 * self.targets.shape[-1] + 1))
