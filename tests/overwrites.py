@@ -192,6 +192,23 @@ def _truth(base: Any, values: Tensors, i: int, query: str) -> tuple[Any, Any]:
         return None, None
 
 
+def _is_unused(base: Any, values: Tensors, i: int, query: str, found: Tensor) -> bool:
+    """Whether the scores that are refused belong to no structure of an item: then the answer is
+    the same whatever they are. Weights of a grammar are refused even so."""
+    for other in (0.0, 3.0):
+        finite = {k: t.clone() for k, t in values.items()}
+        for t in finite.values():
+            if t.is_floating_point():
+                t[~(t < torch.inf)] = other
+        fresh, expected = _truth(base, finite, i, query)
+        try:
+            if expected is None or _wrong_item(found, fresh, expected, query):
+                return False
+        except ValueError:  # it is no structure
+            return False
+    return True
+
+
 def _wrong_item(found: Tensor, fresh: Any, expected: Tensor | None, query: str) -> str:
     """What is wrong with the answer about one item; "" if nothing is."""
     if expected is None or bool(expected.isnan().any()):
@@ -240,7 +257,9 @@ def check(number: int) -> str | None:
         return f"{type(error).__name__}: {error}"
     wrong = []
     for i, (fresh, expected) in enumerate(truths):
-        if query in STRUCTURES and expected is not None:
+        if expected is None and _is_unused(base, values, i, query, found[i]):
+            wrong.append("")
+        elif query in STRUCTURES and expected is not None:
             try:
                 wrong.append(_wrong_item(found[i], fresh, expected, query))
             except ValueError as error:

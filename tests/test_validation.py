@@ -287,6 +287,16 @@ def test_a_record_sees_integers_that_torch_counts_no_writes_into(write) -> None:
             query()
 
 
+def test_infinite_scores_that_torch_counts_no_writes_into_are_refused_or_nan() -> None:
+    scores = torch.randn(2, 4, 5)
+    s = sx.Alignment(scores, band=1)
+    scores.data[1, 3, 4] = torch.inf  # which every path meets
+    with pytest.raises(ValueError, match=r"scores\[1, 3, 4\] is inf"):
+        s.marginals()
+    bad = sx.KSubset(torch.full((1, 3), torch.nan), (0, 2), validate_args=False)
+    assert bool(bad.argmax().isnan().all())
+
+
 def test_what_is_derived_follows_its_tensors() -> None:
     t, calls, derived = torch.tensor([1]), [], Derived()
 

@@ -288,7 +288,8 @@ class KSubset(OneSided, DynamicStructure):
         forced = inside & (leave == -math.inf)
         order = torch.where(forced, math.inf, theta).sort(-1, descending=True)
         rank = torch.arange(self.event_shape[0], device=theta.device)
-        wanted = (rank < self._least) | ((rank < self._most) & (order.values > 0))
+        # a NaN, which comes first, is taken, so that the value is NaN
+        wanted = (rank < self._least) | ((rank < self._most) & ~(order.values <= 0))
         z = torch.zeros_like(inside).scatter(-1, order.indices, wanted)
         value = torch.where(z, theta, 0.0).sum(-1)
         possible = (forced.sum(-1) <= self._most) & (self._lengths() >= self._least)

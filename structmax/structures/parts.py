@@ -172,7 +172,10 @@ class PartStructure(Structure):
         return finite
 
     def _check_feasible(self, query: str, value: Tensor) -> None:
-        """An item without a structure is an error that says why."""
+        """An item without a structure is an error that says why, and so is an infinite score that
+        was written in ways that torch does not count."""
+        if value.device.type == "cpu" and checks.can_look() and bool((value == math.inf).any()):
+            checks.values(self._name, self._given_scores())
         checks.feasible(self._name, query, value, self._why_none)
 
     def _why_none(self, item: tuple[int, ...]) -> str:
