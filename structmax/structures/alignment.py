@@ -356,12 +356,14 @@ class Alignment(TwoSided, DynamicStructure):
 
     def _peaks(self) -> Tensor:
         """The largest score of each row ``(*B, n, 1)``, 0 where it has none or lies near 0. In kind
-        monotone every structure has one cell of each row: without them, sums stay small."""
+        monotone every structure has one cell of each row: without them, sums stay small. Huge ones
+        are left to ``magnitude``: less them, other scores of a row would lose their digits."""
         cells, allowed = self._parts()[0].detach(), self._allowed()
         if allowed is not None:
             cells = torch.where(allowed, cells, -math.inf)
         peaks = cells.amax(-1, keepdim=True)
-        return torch.where((peaks.abs() > 32) & (peaks.abs() < math.inf), peaks, 0.0)
+        size = peaks.abs()
+        return torch.where((size > 32) & (size < magnitude.HUGE), peaks, 0.0)
 
     def _theta(self) -> Tensor:
         if self.kind != "monotone":
