@@ -559,6 +559,24 @@ def compare(ours, other, dtype: torch.dtype) -> None:
 # -- entmax meets its relatives; smoothed_max ------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["naive", "cpu", "gpu"])
+def test_second_derivatives_of_large_alpha_are_numbers(name: str) -> None:
+    g, u = randn(8), randn(8)
+
+    def second(scores: Tensor) -> Tensor:
+        x = scores.requires_grad_()
+        (slope,) = torch.autograd.grad((sx.entmax(x, 30.0) * g.to(x)).sum(), x, create_graph=True)
+        return torch.autograd.grad((slope * u.to(x)).sum(), x)[0]
+
+    with sx.backend(name):
+        wide = second(torch.zeros(8, dtype=f64))
+        assert wide.isfinite().all() and (wide.abs() > 1e50).any()
+        last = torch.finfo(torch.float32).max  # what is beyond float32 is its last number
+        assert torch.equal(second(torch.zeros(8)), wide.clamp(-last, last).float())
+        x = 0.01 * g
+        torch.testing.assert_close(second(x.float()), second(x).float(), rtol=1e-2, atol=1e-3)
+
+
 def test_special_alphas() -> None:
     x = randn(5, 9)
     torch.testing.assert_close(sx.entmax(x, 1.0), torch.softmax(x, -1))

@@ -517,6 +517,12 @@ def curvature(p, alpha, s):
             s[i] = min(np.float64(p[i]) ** (2.0 - alpha), limit) if p[i] > 0 else 0.0
 
 
+@kernel(inner=True)
+def within(y, last):
+    """y, or ±last if it is beyond; NaN stays NaN."""
+    return last if y > last else -last if y < -last else y
+
+
 @kernel(inner=True, fast=True)
 def weighted(s, g, base, shift):
     """Σs and Σs(g − base), with s scaled by a common factor."""
@@ -546,10 +552,12 @@ def entmax_backward_rows(p, g, alpha, out, slope, low, high):
     """g_x = s(g − ḡ) with ḡ the mean of g under s, and −Σ r(g − ḡ) into slope unless it is empty.
 
     For α > 2 an entry of small p has an s that dwarfs the others; its gradient is read off
-    Σ g_x = 0.
+    Σ g_x = 0. What is beyond the range of the dtype is its last number, in g as well: in a second
+    derivative, the difference of two infinite terms would be NaN.
     """
     n = p.shape[1]
-    s = np.empty(n)
+    s, h = np.empty(n), np.empty(n)
+    last = 3.4028234663852886e38 if p.itemsize == 4 else 1.7976931348623157e308
     for row in range(low, high):
         a = alpha[row if alpha.shape[0] > 1 else 0]
         if has_nan(p[row]):
@@ -559,22 +567,25 @@ def entmax_backward_rows(p, g, alpha, out, slope, low, high):
                 slope[row] = np.nan
             continue
         curvature(p[row], a, s)
-        top, base = 0, 0.0
+        base = 0.0
         if a > 2.0:
+            top, rest = 0, 0.0
             for i in range(n):
+                h[i] = within(np.float64(g[row, i]), last)
                 top = i if s[i] > s[top] else top
-            base = np.float64(g[row, top])
-        shift = 1.0 / s[top] if s[top] > 1.0 else 1.0
-        total, mean = weighted(s, g[row], base, shift)
-        mean = mean / total if total > 0.0 else 0.0
-        for i in range(n):
-            out[row, i] = s[i] * ((np.float64(g[row, i]) - base) - mean)
-        if a > 2.0:
-            out[row, top] = 0.0
-            rest = 0.0
+            base = h[top]
+            total, mean = weighted(s, h, base, 1.0 / s[top] if s[top] > 1.0 else 1.0)
+            mean = mean / total if total > 0.0 else 0.0
             for i in range(n):
-                rest += np.float64(out[row, i])
-            out[row, top] = -rest
+                y = within(s[i] * ((h[i] - base) - mean), last)
+                out[row, i] = y
+                rest += y if i != top else 0.0
+            out[row, top] = within(-rest, last)
+        else:
+            total, mean = weighted(s, g[row], base, 1.0)
+            mean = mean / total if total > 0.0 else 0.0
+            for i in range(n):
+                out[row, i] = s[i] * (np.float64(g[row, i]) - mean)
         if slope.shape[0] > 0:
             total = 0.0
             for i in range(n):

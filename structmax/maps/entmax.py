@@ -56,8 +56,14 @@ def naive_backward(
     al. (2019) becomes after taking out of it what cancels as α → 1; there r = p(log p)²/2.
 
     For α > 2 one s can dwarf the others: g is taken relative to that entry, whose own gradient is
-    read off Σg_x = 0, and −Σ r(g − ḡ) = Σ p(1 + y)(g − ḡ)/(α−1)² because Σ s(g − ḡ) = 0.
+    read off Σg_x = 0, and −Σ r(g − ḡ) = Σ p(1 + y)(g − ḡ)/(α−1)² because Σ s(g − ḡ) = 0. Second
+    derivatives have terms of order s², so float32 is computed in float64; what is beyond the range
+    of the dtype is its last number.
     """
+    if p.dtype == torch.float32 and (parameters or options[0] > 2):
+        wide = naive_backward(p.double(), g.double(), [a.double() for a in parameters], options)
+        last = torch.finfo(p.dtype).max
+        return [t.clamp(-last, last).to(p.dtype) for t in wide]
     alpha = parameters[0] if parameters else torch.full_like(p[..., :1], options[0])
     support = p > 0
     level = torch.where(support, p, 1.0).log()

@@ -468,6 +468,13 @@ def second_order(p, level, s, rate):
     return tl.where(y < 1.0, series, far)
 
 
+@triton.jit
+def within(y):
+    """y, or the last number of its dtype where it is beyond; NaN stays NaN."""
+    last = 3.4028234663852886e38 if y.dtype == tl.float32 else 1.7976931348623157e308
+    return tl.where(y > last, last, tl.where(y < -last, -last, y))
+
+
 @quick
 @triton.jit
 def entmax_backward_kernel(
@@ -477,8 +484,9 @@ def entmax_backward_kernel(
 ):  # fmt: skip
     """g_x = s(g − ḡ), ḡ the mean of g under s = p^{2−α}; with ALPHA = 0 also the gradient in α.
 
-    With STEEP (α > 2 may occur), the entry of the largest s is read off Σ g_x = 0. With UPPER,
-    entries at p = UPPER are outside, as in budgetmax.
+    With STEEP (α > 2 may occur), the entry of the largest s is read off Σ g_x = 0, and what is
+    beyond the range of the dtype is its last number. With UPPER, entries at p = UPPER are outside,
+    as in budgetmax.
     """
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     stop = BN if ON_CHIP else n
@@ -533,8 +541,8 @@ def entmax_backward_kernel(
             g = pick(g0, G, row, start, n, R, ON_CHIP, BR, BN)
             column = start + tl.arange(0, BN)[None, :]
             level, s = curvature(p, 2.0 - alpha, KIND)
-            change = tl.where((p > 0.0) & (column != top), s * ((g - base) - mean), 0.0)
-            rest += tl.sum(change, 1)[:, None]
+            change = within(s * ((g - base) - mean))
+            rest += tl.sum(tl.where((p > 0.0) & (column != top), change, 0.0), 1)[:, None]
 
     slope = tl.zeros((BR, 1), dtype)
     for start in range(0, stop, BN):
@@ -547,7 +555,7 @@ def entmax_backward_kernel(
         centered = (g - base) - mean
         out = tl.where(s > 0.0, s * centered, 0.0)
         if KIND == STEEP:
-            out = tl.where(steep & (column == top), -rest, out)
+            out = within(tl.where(steep & (column == top), -rest, out))
         store(OUT, tl.where(p == p, out, p), row, start, n, R, BR, BN)
         if ALPHA == 0.0:
             rate = alpha - 1.0
