@@ -165,8 +165,8 @@ class CRF(nn.Module):
         With ``k``, each item's k best as pairs ``(tags, score)``, best first; fewer where an item
         has fewer.
         """
-        refuse_without_values("CRF.decode", emissions)
         self._check(emissions, mask=mask)
+        refuse_without_values("CRF.decode", emissions)
         try:
             chain = self.structure(emissions, mask)
             return _best(chain) if k is None else _ranked(chain, k)
