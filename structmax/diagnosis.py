@@ -338,9 +338,7 @@ def _count(structure: Structure, estimator: Estimator, cost: Callable[..., Tenso
             new: dict[str, Any] = {
                 q: counted(q, getattr(own, q)) for q in ORACLES if hasattr(own, q)
             }
-            for name in ("_rebuild", "_replace_primary"):
-                if hasattr(own, name):
-                    new[name] = functools.partialmethod(watched, getattr(own, name))
+            new["_vouch_for"] = functools.partialmethod(watched, own._vouch_for)
             one.__class__ = type(own.__name__, (own,), {**new, "_watched": True})
         return one
 
