@@ -28,7 +28,12 @@ def can_look(*tensors: Tensor) -> bool:
     """Whether values, those of these tensors, may be read on the host now."""
     if is_repeated() or torch._C._are_functorch_transforms_active():
         return False
-    return has_values(*tensors)
+    return has_values(*tensors) and not any(is_transformed(t) for t in tensors)
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether a tensor belongs to a transform of ``torch.func``, which may have ended since."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def is_repeated() -> bool:
@@ -92,10 +97,12 @@ def _numbers(tensor: Tensor) -> bytes | None:
     """The numbers of an integer tensor; None if it is none, or would have to be waited for."""
     if tensor.device.type != "cpu" or tensor.is_floating_point() or type(tensor) is not Tensor:
         return None
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    if wrapped or torch._C._len_torch_dispatch_stack():
+    if is_transformed(tensor) or torch._C._len_torch_dispatch_stack():
         return None
-    return tensor.numpy().tobytes()
+    try:
+        return tensor.numpy().tobytes()
+    except RuntimeError:  # it has no memory of its own: a transform that made it has ended
+        return None
 
 
 class Derived:

@@ -21,14 +21,10 @@ class IMLE(ModuleEstimator):
     Niepert, Minervini & Franceschi 2021, "Implicit MLE". L is the cost of one sample: average it
     over them, as ``loss`` does. Biased by perturb-and-MAP and by the finite difference; without
     noise it is ``BlackBox``. ``oracle="marginals", noise=None`` is (µ(θ) − µ(θ′))/λ of Domke 2010,
-    "Implicit differentiation by perturbation", which tends to ``Marginals`` as λ → 0. Additional
-    parts get the same difference. Needs argmax, twice a sample, or log_partition and marginals.
+    "Implicit differentiation by perturbation"; ``Marginals`` as λ → 0. Needs two oracles a sample.
 
     Args:
-        lam: λ; ``"adaptive"`` tunes λ so that the two argmaxes differ in about one entry on
-            average: λ = α ‖θ‖/‖∂L/∂z‖, where α follows the number of entries that differ
-            (Minervini, Franceschi & Niepert 2023, "Adaptive perturbation-based gradient
-            estimation")
+        lam: λ; ``"adaptive"`` tunes it so that the argmaxes differ in about one entry on average
         samples: S; z is ``(S, *batch, *parts)`` if there are several
         noise: ``"gumbel"``, ``"sum-of-gamma"``, ``"normal"`` or None
         scale: False drops 1/λ
@@ -60,10 +56,7 @@ class IMLE(ModuleEstimator):
         one_of(self, "oracle", ("argmax", "marginals"))
         if self.oracle == "marginals":
             if self.lam == "adaptive":
-                raise ValueError(
-                    'IMLE: lam="adaptive" counts the parts in which two argmaxes differ, so it '
-                    'needs oracle="argmax". Give a number for lam.'
-                )
+                raise ValueError('IMLE: lam="adaptive" counts parts, so it needs oracle="argmax".')
             self.objective, self.distribution = "L(E[z])", "noisy" if self.noise else "own"
             self.needs = frozenset(["log_partition", "marginals"])
         elif self.noise is None:

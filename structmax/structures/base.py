@@ -230,7 +230,7 @@ class Structure(Distribution):
             return
         scored = self._record.covers(self._score_tensors)
         valid = self._record.covers(self._integer_tensors)
-        if (valid and scored) or not checks.can_look(self._first):
+        if (valid and scored) or not checks.can_look(*self._score_tensors, *self._integer_tensors):
             return
         late = late and self._validates_late and backend_for(self._first) == "gpu"
         integers = {} if valid else self._given_integers()
@@ -245,8 +245,9 @@ class Structure(Distribution):
         ``_validate``."""
         if self._is_valid:
             return True
-        inference = any(t.is_inference() for t in self._integer_tensors)
-        if inference or not (self._validate_args and checks.can_look(self._first)):
+        if not (self._validate_args and checks.can_look(self._first, *self._integer_tensors)):
+            return False
+        if any(t.is_inference() for t in self._integer_tensors):
             return False
         checks.values(self._name, {}, self._given_integers())
         self._record.add(self._integer_tensors)

@@ -174,7 +174,11 @@ class PartStructure(Structure):
     def _check_feasible(self, query: str, value: Tensor) -> None:
         """An item without a structure is an error that says why, and so is an infinite score that
         was written in ways that torch does not count."""
-        if value.device.type == "cpu" and checks.can_look() and bool((value == math.inf).any()):
+        if (
+            value.device.type == "cpu"
+            and checks.can_look(value)
+            and bool((value == math.inf).any())
+        ):
             checks.values(self._name, self._given_scores())
         checks.feasible(self._name, query, value, self._why_none)
 
