@@ -70,11 +70,12 @@ def partial_crf(structure: Structure, allowed: Any, *, reduction: str = "mean") 
                 f"condition, got {got}."
             )
         allowed = structure.condition(exclude=~allowed)
-    inside = allowed.log_partition()
-    loss = structure.log_partition() - inside
+    outside, inside = structure.log_partition(), allowed.log_partition()
+    loss, empty = outside - inside, (inside == -math.inf) & ~outside.isnan()
     if not is_mask:
-        loss = torch.where(_other_scores(structure, allowed), math.nan, loss)
-    return finish(loss, (inside == -math.inf) & ~loss.isnan(), reduction)
+        other = _other_scores(structure, allowed)
+        loss, empty = torch.where(other, math.nan, loss), empty & ~other
+    return finish(loss, empty, reduction)
 
 
 @torch.no_grad()
