@@ -224,12 +224,14 @@ class Consensus:
         """Beliefs after so many rounds of messages, as log-odds in both directions.
 
         What is forced or impossible is found out first, exactly. So messages are about undecided
-        variables alone, and all of them are finite.
+        variables alone, and all of them are finite. An item without an assignment is an error, or
+        NaN where a structure among the factors validates nothing.
         """
         from structmax.sparse.factor_graph import GraphResult
 
         on, off, impossible = self.implied(torch.zeros_like(self.forbidden), self.forbidden)
-        if checks.can_look() and bool(impossible.any()):
+        validates = all(f.structure._validate_args for f in self.factors) and checks.can_look()
+        if validates and bool(impossible.any()):
             raise ValueError(_contradiction("marginals", impossible, on & off))
         fixed, (parts_on, parts_off) = on | off, self._parts_of(on, off)
         theta, decided = torch.where(fixed, 0.0, self.theta), parts_on | parts_off
