@@ -434,16 +434,16 @@ def _reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _times(scale: Tensor, tensor: Tensor) -> Tensor:
-    """Their product; by numpy where nobody watches, since torch would wake all its threads."""
+    """Their product, 0 where ``scale`` is, so that the NaN of an item that no loss depends on do
+    not spread; by numpy where nobody watches, since torch would wake all its threads."""
     pair = (scale, tensor)
-    if (
-        tensor.device.type != "cpu"
-        or is_transforming(pair)
-        or not is_plain(pair)
-        or torch._C._functorch.is_legacy_batchedtensor(scale)  # autograd.grad(is_grads_batched=…)
-    ):
-        return scale * tensor
-    return torch.from_numpy(np.multiply(scale.numpy(), tensor.numpy()))
+    batched = torch._C._functorch.is_legacy_batchedtensor  # autograd.grad(is_grads_batched=…)
+    if is_transforming(pair) or batched(scale):
+        return scale * tensor  # whose derivative in a scale of 0 counts too
+    if tensor.device.type != "cpu" or not is_plain(pair):
+        return (scale * tensor).masked_fill_(scale == 0, 0.0)
+    by, product = scale.numpy(), np.multiply(scale.numpy(), tensor.numpy())
+    return torch.from_numpy(product if by.all() else np.where(by == 0, 0.0, product))
 
 
 def _dot(left: Tensors, right: Tensors) -> Tensor:
