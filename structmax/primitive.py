@@ -437,8 +437,10 @@ def _times(scale: Tensor, tensor: Tensor) -> Tensor:
     """Their product, 0 where ``scale`` is, so that the NaN of an item that no loss depends on do
     not spread; by numpy where nobody watches, since torch would wake all its threads."""
     pair = (scale, tensor)
-    batched = torch._C._functorch.is_legacy_batchedtensor  # autograd.grad(is_grads_batched=…)
-    if is_transforming(pair) or batched(scale):
+    if is_transforming(pair) or (
+        not torch.compiler.is_compiling()
+        and torch._C._functorch.is_legacy_batchedtensor(scale)  # autograd.grad(is_grads_batched=…)
+    ):
         return scale * tensor  # whose derivative in a scale of 0 counts too
     if tensor.device.type != "cpu" or not is_plain(pair):
         return (scale * tensor).masked_fill_(scale == 0, 0.0)
