@@ -206,7 +206,8 @@ class CRF(nn.Module):
             mask = self._swap(mask).bool()
             lengths = mask.sum(1)
             if not checks.can_look(mask) or not _is_prefix(mask, lengths):
-                order = mask.byte().argsort(dim=1, descending=True, stable=True)
+                place = torch.arange(mask.shape[1], device=mask.device)
+                order = torch.where(mask, place, place + mask.shape[1]).argsort(dim=1)
                 emissions = emissions.gather(1, order[..., None].expand_as(emissions))
         transitions, starts, ends = (self._scores(*names) for names in NAMES)
         return LinearChain(emissions, transitions, starts, ends, lengths=lengths), order
