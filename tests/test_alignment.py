@@ -681,6 +681,16 @@ def test_monotone_offsets_of_rows_cost_no_digits(smoothing: sx.Smoothing) -> Non
     torch.testing.assert_close(moved.marginals(), single.marginals(), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("force", [1e4, 1e7, 1e12])
+def test_monotone_rows_keep_their_digits_beside_a_force_none_can_use(force: float) -> None:
+    theta = randn(4, 5).float()
+    theta[0, 4], theta[1, 4] = force, -math.inf
+    without = theta.double()
+    without[0, 4] = -math.inf
+    mu, expected = (sx.Alignment(x, kind="monotone").marginals() for x in (theta, without))
+    torch.testing.assert_close(mu.double(), expected, atol=1e-6, rtol=0)
+
+
 def test_ctc_condition() -> None:
     s = sx.CTC(randn(5, 3), torch.tensor([1, 1]))
     for t, v in itertools.product(range(5), range(2)):

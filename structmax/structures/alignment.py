@@ -356,14 +356,17 @@ class Alignment(TwoSided, DynamicStructure):
 
     def _peaks(self) -> Tensor:
         """The largest score of each row ``(*B, n, 1)``, 0 where it has none or lies near 0. In kind
-        monotone every structure has one cell of each row: without them, sums stay small. Huge ones
-        are left to ``magnitude``: less them, other scores of a row would lose their digits."""
+        monotone every structure has one cell of each row: without them, sums stay small. A row is
+        left as it is where another score would lose digits beside its peak, as beside a force."""
         cells, allowed = self._parts()[0].detach(), self._allowed()
         if allowed is not None:
             cells = torch.where(allowed, cells, -math.inf)
         peaks = cells.amax(-1, keepdim=True)
         size = peaks.abs()
-        return torch.where((size > 32) & (size < magnitude.HUGE), peaks, 0.0)
+        peaks = torch.where((size > 32) & (size < math.inf), peaks, 0.0)
+        few = 4 * torch.finfo(cells.dtype).eps
+        kept = torch.isclose((cells - peaks) + peaks, cells, rtol=few, atol=1e-8, equal_nan=True)
+        return torch.where(kept.all(-1, keepdim=True), peaks, 0.0)
 
     def _theta(self) -> Tensor:
         if self.kind != "monotone":
@@ -373,10 +376,10 @@ class Alignment(TwoSided, DynamicStructure):
     def _restored(self, value: Tensor) -> Tensor:
         if self.kind != "monotone":
             return value
-        most = torch.finfo(torch.float64).max / 2
-        offset = self._peaks().double().sum((-2, -1)).clamp(-most, most)
-        last = torch.finfo(value.dtype).max  # what is finite stays finite
-        return magnitude.clamped(value.double() + offset, last).to(value.dtype)
+        scale = 2.0**32  # sums of so many numbers stay finite
+        last = torch.finfo(value.dtype).max * (1 - 2.0**-50)
+        total = value.double() / scale + (self._peaks().double() / scale).sum((-2, -1))
+        return (magnitude.clamped(total, last / scale) * scale).to(value.dtype)
 
     def _value(self) -> Tensor:
         if not self._is_dense:
