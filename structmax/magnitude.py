@@ -91,7 +91,11 @@ def clamped(t: Tensor, most: float) -> Tensor:
 
 
 def value_of(
-    a: Tensor, mu: Sequence[Tensor], scores: Sequence[Tensor], smaller: Sequence[Tensor]
+    a: Tensor,
+    mu: Sequence[Tensor],
+    scores: Sequence[Tensor],
+    smaller: Sequence[Tensor],
+    constants: object = None,
 ) -> Tensor:
     """A ``(B)`` of the scores, given that of the smaller ones and its gradient. A finite value is
     never returned as an infinite one: it is the last number of the dtype."""
@@ -99,5 +103,10 @@ def value_of(
     for m, t, s in zip(mu, scores, smaller, strict=True):
         change = torch.where((t == s) | (m == 0), 0.0, t.double() - s.double())
         total = total + (change * m.double()).flatten(1).sum(-1)
+    return finite(total, a)
+
+
+def finite(total: Tensor, a: Tensor) -> Tensor:
+    """``total`` in the dtype of a, where a is finite; else a."""
     last = torch.finfo(a.dtype).max
     return torch.where(a.isfinite(), total.clamp(-last, last), a.double()).to(a.dtype)

@@ -171,7 +171,8 @@ class Primitive:
     fast ones; where ``backend(scores[0])`` is ``"naive"``, the derivatives of ``naive`` stand in
     for them. ``hold(key)`` returns what must stay alive until the backward pass.
     ``terms(scores, constants, key) -> (B)`` bounds how many scores a structure adds up; with it,
-    huge finite scores are replaced by moderate ones with the same answers (see ``magnitude``).
+    huge finite scores are replaced by moderate ones with the same answers (see ``magnitude``), and
+    ``restore(a, mu, scores, smaller, constants)`` is A of the scores, given that of these.
     """
 
     by_name: dict[str, Primitive] = {}
@@ -189,6 +190,7 @@ class Primitive:
         backend: Callable[[Tensor], str] = backend_for,
         hold: Callable[[str], object] = lambda key: None,
         terms: Callable[[Tensors, Tensors, str], Tensor] | None = None,
+        restore: Callable[..., Tensor] = magnitude.value_of,
     ) -> None:
         self.name, self.score_dims, self.constant_dims = name, score_dims, constant_dims
         self.naive, self.limits, self.hold, self.terms = naive, limits, hold, terms
@@ -216,7 +218,7 @@ class Primitive:
             smaller = self._moderate(*flat, key, omega)
             a, *mu = run(smaller or flat[0], flat[1], key, omega)
             if smaller is not None:
-                a = magnitude.value_of(a, mu, flat[0], smaller)
+                a = restore(a, mu, flat[0], smaller, flat[1])
             if len(batch) == 1:
                 return [mark(t, wrong) for t in (a, *mu)]
             pairs = zip([a, *mu], [batch, *(s.shape for s in scores)], strict=True)

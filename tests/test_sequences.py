@@ -559,3 +559,33 @@ def test_probabilities_of_a_chain_whose_ends_meet_a_mask(name: str) -> None:
     for ours, expected in zip(*values, strict=True):
         assert ours.dtype == torch.float32
         close(ours.double(), expected, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, f64])
+@pytest.mark.parametrize("backend", ["cpu", "naive"])
+@pytest.mark.parametrize("size", [-1e30, 1e18])
+def test_probabilities_of_a_chain_all_of_whose_tags_have_a_huge_score(
+    size: float, backend: str, dtype: torch.dtype
+) -> None:
+    """What all tags share costs no digits, and tags with a mask that others avoid are lost."""
+    torch.manual_seed(0)
+    plain = torch.randn(2, 4, 3, dtype=dtype)
+    plain[:, 2] = 0.0
+    plain[1, 3, 1] = -1e30
+    unary = plain.clone()
+    unary[:, 2] = size
+    edges, start, end = (
+        torch.randn(3, 3, dtype=dtype),
+        torch.randn(3, dtype=dtype),
+        torch.randn(2, 3, dtype=dtype),
+    )
+    tags = torch.tensor([[0, 1, 2, 1], [2, 1, 0, 0]])
+    with sx.backend(backend):
+        huge, moderate = (
+            sx.LinearChain(x, edges, start, end).log_prob(tags) for x in (unary, plain)
+        )
+        close(huge, moderate, 1e-5)
+        tags[1, 3] = 1
+        lost = sx.LinearChain(unary, edges, start, end).log_prob(tags)
+    close(lost[0], moderate[0], 1e-5)
+    close(lost[1], torch.tensor(-1e30, dtype=dtype), 1e-5)

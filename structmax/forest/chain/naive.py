@@ -64,6 +64,16 @@ def fold(
 def score(unary: Tensor, transition: Tensor, lengths: Tensor, tags: Tensor) -> Tensor:
     """The score ``(B)`` of tags ``(B, n)``, in float64; NaN if one is none. The padding may hold
     anything."""
+    own, between, wrong = along(unary, transition, lengths, tags)
+    total = own.double().sum(-1) + between.double().sum(-1)
+    return total if wrong is None else mark(total, wrong.any(-1))
+
+
+def along(
+    unary: Tensor, transition: Tensor, lengths: Tensor, tags: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The scores of tags ``(B, n)`` and of their transitions ``(B, n − 1)``, 0 in the padding; and
+    which tags are none, as of ``clamped``."""
     c = unary.shape[-1]
     inside = torch.arange(unary.shape[1], device=unary.device) < lengths[:, None]
     (tags,), wrong = clamped([torch.where(inside, tags, 0)], [(0, c - 1)])
@@ -71,9 +81,7 @@ def score(unary: Tensor, transition: Tensor, lengths: Tensor, tags: Tensor) -> T
     pair = tags[:, :-1] * c + tags[:, 1:]  # (B, n − 1)
     between = transition.flatten(-2).expand(-1, pair.shape[1], -1)
     between = between.gather(-1, pair[..., None]).squeeze(-1)
-    own, between = torch.where(inside, own, 0.0), torch.where(inside[:, 1:], between, 0.0)
-    total = own.double().sum(-1) + between.double().sum(-1)
-    return total if wrong is None else mark(total, wrong.any(-1))
+    return torch.where(inside, own, 0.0), torch.where(inside[:, 1:], between, 0.0), wrong
 
 
 def argmax(unary: Tensor, transition: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from structmax import magnitude
 from structmax.fence import Limits, fenced
 from structmax.forest.chain import naive
 from structmax.primitive import (
@@ -175,6 +176,32 @@ def _terms(scores: Tensors, constants: Tensors, key: str) -> Tensor:
     return 2 * constants[0] + 1
 
 
+def _restored_loss(
+    loss: Tensor, mu: Tensors, scores: Tensors, smaller: Tensors, constants: Tensors
+) -> Tensor:
+    """The loss of huge scores, given that of smaller ones: more by what the best tags lose less
+    than the given ones. Both lists are sorted, so that equal ones cancel to the last digit."""
+    lengths, tags = constants
+    change = [
+        torch.where(t == s, 0.0, t.double() - s.double())
+        for t, s in zip(scores, smaller, strict=True)
+    ]
+    theta, sizes = _four([t.double() for t in smaller]), lengths.long()
+    best = _module("cpu").argmax(*theta, lengths)[1]
+    lost = [_along(change, sizes, y).sort(-1).values for y in (best, tags.long())]
+    return magnitude.finite(loss.double() + (lost[0] - lost[1]).sum(-1), loss)
+
+
+def _along(scores: Tensors, lengths: Tensor, tags: Tensor) -> Tensor:
+    """Every score that tags use, ``(B, 2n + 1)``; 0 in the padding."""
+    unary, transition, *ends = scores
+    own, between, _ = naive.along(unary, transition, lengths, tags)
+    tags = tags.clamp(0, unary.shape[-1] - 1)
+    at = tags[:, :1], tags.gather(1, lengths[:, None] - 1)
+    used = [e.gather(1, i) for e, i in zip(ends, at, strict=True) if e.shape[-1]]
+    return torch.cat([own, between, *used], 1)
+
+
 def _limits(scores: Tensors, key: str) -> Limits:
     return [(1, scores[0].shape[-2])]
 
@@ -187,7 +214,14 @@ _functions = (_value, _gradient, _hvp, _naive)
 chain = Primitive("chain", (2, 3, 1, 1), (0,), *_functions, _limits, _backend, terms=_terms)
 plain_chain = Primitive("plain_chain", (2, 3), (0,), *_functions, _limits, _backend, terms=_terms)
 chain_loss = Primitive(
-    "chain_loss", (2, 3, 1, 1), (0, 1), *_functions, _limits_of_loss, _backend, terms=_terms
+    "chain_loss",
+    (2, 3, 1, 1),
+    (0, 1),
+    *_functions,
+    _limits_of_loss,
+    _backend,
+    terms=_terms,
+    restore=_restored_loss,
 )
 
 
