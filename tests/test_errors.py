@@ -672,6 +672,24 @@ def test_bad_tags_unlooked() -> None:
     assert bool(g.isfinite().all()) and not bool(g[1].any())
 
 
+@pytest.mark.parametrize("backend", ["cpu", "naive"])
+def test_wrong_items_that_a_loss_leaves_out(backend: str) -> None:
+    """They do not reach the gradient of shared scores; where they count, it is NaN."""
+    unary, shared = randn(2, 4, 3).requires_grad_(), randn(3, 3).requires_grad_()
+    wrong = {"tags": torch.tensor([[0, 1, 2, 0], [0, 9, 1, 2]]), "lengths": torch.tensor([4, 9])}
+    with sx.backend(backend):
+        for name, given in wrong.items():
+            lengths = given if name == "lengths" else None
+            s = chain(unary, shared, lengths=lengths, validate_args=False)
+            tags = given if name == "tags" else torch.zeros(2, 4, dtype=torch.int64)
+            loss = sx.losses.crf(s, tags, reduction="none")
+            assert loss.isnan().tolist() == [False, True]
+            for g in torch.autograd.grad(loss[0], (unary, shared), retain_graph=True):
+                assert bool(g.isfinite().all()), name
+            g, both = torch.autograd.grad(loss.sum(), (unary, shared))
+            assert bool(g[0].isfinite().all() & g[1].isnan().all() & both.isnan().all()), name
+
+
 @pytest.mark.parametrize("bad", [0, -3, 5, 1000])
 @pytest.mark.parametrize("omega", SMOOTHINGS, ids=str)
 def test_bad_lengths_unlooked(omega: sx.Smoothing, bad: int) -> None:
