@@ -63,7 +63,8 @@ def bring_down(old: Any, low: float, terms: float, sure: float, finest: float) -
             fine = old[start] / gap
             if fine > finest:
                 break
-            factor = min(bound * max(fine, 1.0) / old[start], 1.0)
+            # a power of two, so that sums that are equal stay equal
+            factor = min(2.0 ** math.ceil(math.log2(bound * max(fine, 1.0) / old[start])), 1.0)
             for k in range(start, stop):
                 new[k] = old[k] * factor
         top = new[stop - 1]

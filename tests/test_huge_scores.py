@@ -261,6 +261,14 @@ def test_a_log_partition_beyond_the_dtype_is_its_last_number(name: str, dtype: t
     assert_close(s.marginals(), best, "marginals")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_equal_sums_of_several_huge_scores_stay_equal(dtype: torch.dtype) -> None:
+    masks = torch.tensor([[1192, 1678], [1206, 720]], dtype=dtype) * -(2.0**30)
+    apart = torch.tensor([[0, -math.inf], [-math.inf, 0]], dtype=dtype)
+    mu = sx.LinearChain(masks, apart).marginals()
+    assert_close(mu, torch.full_like(mu, 0.5), "marginals", 1e-9)
+
+
 def test_grammars_in_log_space_conserve_visits_under_huge_scores() -> None:
     """Where every tree has huge scores, as many visits leave a span as reach it."""
     for size in (-1e9, -1e18, -1e30):
