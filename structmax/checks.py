@@ -142,17 +142,20 @@ class Integers(NamedTuple):
     tensor: Tensor
     wrong: Tensor
     """Bool, of at least as many dimensions as the tensor, which broadcasts to it."""
-    wanted: str
-    """What they must be: "between 1 and 5", for example."""
+    limits: tuple[int, int] = (0, 0)
+    """The least and the largest of them that are possible: written out in the error only, since
+    text would make sizes that torch.export keeps as symbols constants."""
     dims: int = 0
     """How many of the last dimensions are none of the batch."""
+    but: str = ""
+    """What else they must be, after the range."""
     error: str = ""
     """Another error, in which ``{got}`` stands for the entry and ``{where}`` for its place."""
 
 
 def between(tensor: Tensor, low: int, high: int) -> Integers:
     """Integers ``(*B)`` of which none may be less than ``low`` or more than ``high``."""
-    return Integers(tensor, (tensor < low) | (tensor > high), f"between {low} and {high}")
+    return Integers(tensor, (tensor < low) | (tensor > high), (low, high))
 
 
 def number(owner: str, name: str, value: object, hint: str = "") -> float:
@@ -299,7 +302,10 @@ def _refuse_integer(owner: str, name: str, given: Integers) -> None:
     place = f" for item {_show(where)}" if where else ""
     if given.dims:
         place = f" at {name}{list(where)}"
-    raise ValueError(f"{owner}: {name} must be {given.wanted}, got {got}{place}.")
+    low, high = given.limits
+    raise ValueError(
+        f"{owner}: {name} must be between {low} and {high}{given.but}, got {got}{place}."
+    )
 
 
 def _may_be_bad(tensor: Tensor) -> Tensor | bool:

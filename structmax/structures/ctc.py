@@ -154,9 +154,9 @@ class CTC(DynamicStructure):
             for name, (t, low, high) in limits.items()
             if t is not None
         }
-        wanted = f"between 0 and {self.event_shape[1] - 1} and not blank ({self.blank})"
+        symbols, but = (0, self.event_shape[1] - 1), f" and not blank ({self.blank})"
         wrong = self._wrong_targets()
-        return {**given, "targets": checks.Integers(self.targets, wrong, wanted, dims=1)}
+        return {**given, "targets": checks.Integers(self.targets, wrong, symbols, dims=1, but=but)}
 
     def _given_scores(self) -> dict[str, tuple[Tensor, checks.Mask]]:
         scores = self.log_probs.expand(*self.batch_shape, *self.event_shape)

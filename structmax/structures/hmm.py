@@ -93,8 +93,7 @@ class HMM(LinearChain):
         position = torch.arange(n, device=self.observations.device)
         inside = position < self._possible_lengths()[..., None]
         wrong = self._unknown().expand(*self.batch_shape, n) & inside
-        wanted = f"between 0 and {symbols - 1}"
-        observations = checks.Integers(self.observations, wrong, wanted, dims=1)
+        observations = checks.Integers(self.observations, wrong, (0, symbols - 1), dims=1)
         return {**super()._given_integers(), "observations": observations}
 
     def _unknown(self) -> Tensor:

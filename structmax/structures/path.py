@@ -165,7 +165,7 @@ class Path(DynamicStructure):
             return {}
         lost, item = self._is_lost().expand(self.batch_shape), " (item {where})"
         error = _NO_PATH.format(source=self.source, got="{got}", item=item)
-        return {"target": checks.Integers(self.target, lost, "", error=error)}
+        return {"target": checks.Integers(self.target, lost, error=error)}
 
     def _given_scores(self) -> dict[str, tuple[Tensor, checks.Mask]]:
         return {"scores": (self.scores, self._usable_parts)}
