@@ -1,8 +1,8 @@
 """The last validation of integers from outside, in the bodies of ops.
 
 Lengths, goal nodes and the like may be written into after somebody validated them, in ways that
-torch does not count; and under ``vmap``, ``torch.compile`` or ``validate_args=False`` nobody has
-validated them at all. Only the body of an op sees the numbers that a kernel is about to index by.
+torch does not count; and under ``vmap``, ``torch.compile`` or ``validate_args=False`` they were
+never validated. Only the body of an op sees the numbers that a kernel is about to index by.
 Here they are clamped to what is possible, and the results of an item with an impossible one become
 NaN (−1 where they are integers, or what the op says).
 """
@@ -85,7 +85,7 @@ def mark(result: Tensor, wrong: Tensor | None, lead: int = 0, fill: int = -1) ->
 
 
 def _may_be_overwritten(result: Tensor) -> bool:
-    """Whether it is a kernel's own output, which nobody differentiates."""
+    """Whether it is a kernel's own output, which is not differentiated."""
     known = result.is_contiguous() and result.is_floating_point() and not result.requires_grad
     return known and not torch._C._functorch.is_functorch_wrapped_tensor(result)
 

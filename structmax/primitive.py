@@ -425,7 +425,7 @@ def flatten_batch(tensor: Tensor, event_dim: int) -> Tensor:
 
 
 def _reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``tensor.reshape(shape)``; numpy makes the copy where nobody watches, since torch would wake
+    """``tensor.reshape(shape)``; numpy makes the copy where nothing records it: torch would wake
     all its threads for it."""
     known = tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64)
     if not known or tensor.is_contiguous() or not is_plain((tensor,)) or is_transforming((tensor,)):
@@ -437,7 +437,7 @@ def _reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def _times(scale: Tensor, tensor: Tensor) -> Tensor:
     """Their product, 0 where ``scale`` is, so that the NaN of an item that no loss depends on do
-    not spread; by numpy where nobody watches, since torch would wake all its threads."""
+    not spread; by numpy where nothing records it, since torch would wake all its threads."""
     pair = (scale, tensor)
     if is_transforming(pair) or (
         not torch.compiler.is_compiling()

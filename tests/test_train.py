@@ -677,7 +677,7 @@ def test_progress_in_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     progress.close()
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("toy: step 1") and "20% done" in lines[1] and "left" in lines[1]
-    assert "/s" not in lines[0] and "left" not in lines[0]  # which nobody knows yet
+    assert "/s" not in lines[0] and "left" not in lines[0]  # which is not known yet
 
 
 def test_a_run_says_what_it_will_do_and_soon_how_long_it_takes(

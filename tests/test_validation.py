@@ -47,7 +47,7 @@ def queries(s: PartStructure) -> Iterator[tuple[str, Callable[[PartStructure], T
 
 
 def again(s: PartStructure) -> PartStructure:
-    """A structure of the same tensors that nobody has asked anything."""
+    """A structure of the same tensors that has answered no query yet."""
     given = {name: t.clone() for name, (t, _) in s._tensors().items()}
     new = s._rebuild(**given)
     new._record.__init__()  # type: ignore[misc]

@@ -94,7 +94,7 @@ def entmax_loss(
         impossible = (forbidden & (y > 0)).any(-1) | forbidden.all(-1)
         impossible |= endless.any(-1) & ~(endless & (y > 0)).any(-1)
     else:
-        known = ignored | ((target >= 0) & (target < work.shape[-1]))  # where nobody could check
+        known = ignored | ((target >= 0) & (target < work.shape[-1]))  # else NaN
         place = torch.where(known & ~ignored, target, 0).long().unsqueeze(-1)
         value = value - allowed.gather(-1, place).squeeze(-1)
         value = value * torch.where(known, 1.0, math.nan).to(value.dtype)

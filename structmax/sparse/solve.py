@@ -354,7 +354,7 @@ class _StructureOracle:
     left = math.inf
 
     def __init__(self, structure: PartStructure) -> None:
-        self.structure = structure._trusted()  # the scores are valid; nobody waits for them
+        self.structure = structure._trusted()  # the scores are valid and need not be read
         batch = len(structure.batch_shape)
         self.events = [p.shape[batch:] for p in structure._parts()]
 

@@ -599,7 +599,7 @@ class Structure(Distribution):
         return self._vouch_for(type(self)(**{**options, **tensors}))
 
     def _trusted(self) -> Self:
-        """The same structure, as valid as it is now, which nobody validates any more."""
+        """The same structure, as valid as it is now, which is not validated any more."""
         new = copy.copy(self)
         object.__setattr__(new, "_validate_args", False)
         return new

@@ -63,7 +63,7 @@ class OneSided(Structure):
         return self.lengths.long().expand(self.batch_shape)
 
     def _possible_lengths(self) -> Tensor:
-        """``_lengths`` of lengths that nobody may have validated."""
+        """``_lengths`` of lengths that may not have been validated."""
         if self.lengths is None:
             return full(self.batch_shape, self._longest, self._first.device)
         return _possible(self.lengths.long().expand(self.batch_shape), self._longest)

@@ -34,7 +34,7 @@ class PartStructure(Structure):
 
     @abstractmethod
     def _unvalidated_parts(self) -> tuple[Tensor, ...]:
-        """``_parts()``, which nobody may have validated: NaN where an integer is impossible."""
+        """``_parts()``, which may not have been validated: NaN where an integer is impossible."""
 
     def _parts(self) -> tuple[Tensor, ...]:
         """Scores of all parts, primary first, each ``(*batch, *event)``, float32 or float64."""
