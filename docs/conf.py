@@ -30,8 +30,8 @@ myst_heading_anchors = 3
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:class", r"(torch|numpy|np|nn|collections)\..*"),
-    ("py:class", r"Tensor|Module|Gap|Graph|LowRankPCFG|Policy|Workers"),
-    ("py:class", r"structmax\.(structures\.parts|forest\.topology)\..*"),
+    ("py:class", r"Tensor|Module|Constraints|Gap|Graph|LowRankPCFG|Policy|Workers"),
+    ("py:class", r"structmax\.(structures\.parts|forest\.topology)\..*|structmax\.data\.words\.T"),
 ]
 
 autodoc_member_order = "bysource"

@@ -55,7 +55,7 @@ def read_splits(
     corpus: str, given: str | Path | None = None, binary: bool = False
 ) -> list[list[Phrase]]:
     """The sentences of ``train.txt``, ``dev.txt`` and ``test.txt`` of a folder, see
-    :func:`structmax.data.folder.find_splits`."""
+    ``structmax.data.folder.find_splits``."""
     return folder.read_splits(corpus, given, ".txt", partial(read, binary=binary))
 
 

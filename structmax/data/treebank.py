@@ -22,7 +22,7 @@ class Parsed(NamedTuple):
 
 def read(corpus: str | Path, given: str | Path | None = None) -> list[list[Parsed]]:
     """The sentences of the splits of a folder of CoNLL-U files, see
-    :func:`structmax.data.folder.find_splits`."""
+    ``structmax.data.folder.find_splits``."""
     return read_splits(corpus, given, ".conllu", read_file)
 
 
