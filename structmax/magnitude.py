@@ -13,9 +13,10 @@ What is guaranteed. A group of one magnitude, which is what a mask is, comes dow
 of several comes down so far that their least difference stays above the bound, if they differ by
 more than 1e-6 of themselves; otherwise it, and all larger ones, are left. Only pairs in a group
 are compared: sums of several magnitudes that nearly cancel may come down to other differences.
-What is added before an op (both entries of an edge, labels) has lost its digits already. Scores up to ``LOW``·γ
-are never changed, and nothing is where all are below ``HUGE``·γ, which float64 has digits for.
-Values are read on the host, so tensors on a GPU are left as they are: there a distribution stays
+What is added before an op (both entries of an edge, labels) has lost its digits already.
+
+Scores up to ``LOW``·γ are never changed, and nothing is where all are below ``HUGE``·γ, which
+float64 has digits for. Values are read on the host, so tensors on a GPU are left as they are: there a distribution stays
 one (see ``forest.gpu``), but differences below 1e-16 of the largest score of a structure are lost.
 
 The log-partition follows: A(θ) = A(θ') + ⟨θ − θ', μ⟩, since every structure of any weight has the

@@ -220,8 +220,8 @@ class CRF(nn.Module):
     def _refuse_forbidden(
         self, chain: LinearChain, log_likelihood: Tensor, tags: Tensor, mask: Tensor | None
     ) -> None:
-        """An error where tags break a constraint. Their likelihood is 0, so that nothing is searched
-        for where no item's is."""
+        """An error where tags break a constraint. Their likelihood is 0, so nothing is searched
+        where that of no item is."""
         if all(m is None for m in self.constraints) or not chain._validate_args:
             return
         if not checks.can_look() or not bool((log_likelihood == -math.inf).any()):
