@@ -16,8 +16,9 @@ are compared: sums of several magnitudes that nearly cancel may come down to oth
 What is added before an op (both entries of an edge, labels) has lost its digits already.
 
 Scores up to ``LOW``·γ are never changed, and nothing is where all are below ``HUGE``·γ, which
-float64 has digits for. Values are read on the host, so tensors on a GPU are left as they are: there a distribution stays
-one (see ``forest.gpu``), but differences below 1e-16 of the largest score of a structure are lost.
+float64 has digits for. Values are read on the host, so tensors on a GPU are left as they are: there
+a distribution stays one (see ``forest.gpu``), but differences below 1e-16 of the largest score of a
+structure are lost.
 
 The log-partition follows: A(θ) = A(θ') + ⟨θ − θ', μ⟩, since every structure of any weight has the
 same sum of θ − θ'.
